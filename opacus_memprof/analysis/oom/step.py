@@ -270,8 +270,8 @@ class Step:
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
             yield Instant("backward", layer.name, in_norms)
             after = {**parts, "activations": own - (0 if clip.keeps_pair(n) else layer.input_before(n))}
-            # Autograd has saved the input of a matrix product for the weight's gradient alone, which it does not form.
-            yield self._layer_backward(layer, n, after if layer.module.rows else parts)
+            # Autograd has saved a Linear layer's input for the weight's gradient alone, which it does not form.
+            yield self._layer_backward(layer, n, after if layer.module.kind == "Linear" else parts)
             yield self._backward_before(layer, n, after)
             kept += self._kept(layer, clip, n)
             live -= self._scale(layer.activations, n)
