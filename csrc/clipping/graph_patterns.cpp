@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -11,6 +12,7 @@
 #include <string_view>
 #include <typeinfo>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace opacus_memprof::clipping {
 namespace {
@@ -46,11 +48,19 @@ std::uint64_t hash_of_operation(const Node& node, std::int64_t batch) {
 }  // namespace
 
 std::vector<std::int64_t> graph_patterns(const std::vector<at::Tensor>& outputs,
+                                         const std::vector<at::Tensor>& inputs,
                                          std::int64_t batch) {
+  std::unordered_set<const Node*> ends;
+  for (const at::Tensor& input : inputs) {
+    if (input.requires_grad()) {
+      ends.insert(torch::autograd::impl::gradient_edge(input).function.get());
+    }
+  }
   std::vector<const Node*> nodes;
   std::unordered_map<const Node*, std::size_t> places;
   const auto visit = [&](const Node* node) {
-    if (node != nullptr && places.emplace(node, nodes.size()).second) nodes.push_back(node);
+    if (node == nullptr || ends.count(node) != 0) return;
+    if (places.emplace(node, nodes.size()).second) nodes.push_back(node);
   };
   for (const at::Tensor& output : outputs) visit(output.grad_fn().get());
   for (std::size_t i = 0; i < nodes.size(); ++i) {
@@ -66,8 +76,9 @@ std::vector<std::int64_t> graph_patterns(const std::vector<at::Tensor>& outputs,
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       next[i] = operations[i];
       for (const auto& edge : nodes[i]->next_edges()) {
-        const bool leads_on = edge.is_valid();
-        next[i] = mix(next[i], leads_on ? hashes[places.at(edge.function.get())] : 0);
+        const auto place = places.find(edge.function.get());
+        const bool leads_on = place != places.end();
+        next[i] = mix(next[i], leads_on ? hashes[place->second] : 0);
         next[i] = mix(next[i], leads_on ? edge.input_nr : 0);
       }
     }

@@ -12,8 +12,9 @@ namespace opacus_memprof::clipping {
 /// Returns the patterns of the autograd graph behind `outputs`, sorted: a hash for each node, of
 /// the operations up to three edges above it. Equal hashes occur once, so that a loop over more
 /// tokens gives the same patterns. An operation is its class and, of the shape of its result, the
-/// number of dimensions and whether the first is 1 or `batch`.
+/// number of dimensions and whether the first is 1 or `batch`. What `inputs` were computed from
+/// is left out.
 std::vector<std::int64_t> graph_patterns(const std::vector<at::Tensor>& outputs,
-                                         std::int64_t batch);
+                                         const std::vector<at::Tensor>& inputs, std::int64_t batch);
 
 }  // namespace opacus_memprof::clipping

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import torch
 
-from opacus_memprof.clipping import cost
 from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
@@ -39,7 +38,7 @@ class Workspace:
 
     def fit(self, unit_bytes: int, count: int) -> int:
         """Returns how many of `count` units, of `unit_bytes` each, fit at once."""
-        return cost.fit(self.bytes, unit_bytes, count)
+        return max(0, min(count, self.bytes // max(1, unit_bytes)))
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
         """As `fit`, but raises MemprofError if not even one unit fits. `unit` is its name in the message."""

@@ -19,7 +19,7 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 _MOST_WARNINGS = 3
-_UNKNOWN = "what the virtual GPU does not compute"  # in warnings on values and shapes
+_UNKNOWN = "values that the virtual GPU does not compute"  # in warnings on values and shapes
 
 
 def gpu_name(kind: str, memory: int | None) -> str:

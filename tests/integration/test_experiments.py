@@ -17,6 +17,7 @@ import torch
 from opacus_memprof import cli
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
+from opacus_memprof.jobs.processes import Processes
 from tests.unit.sweep_results import out_of_memory, typed
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
@@ -201,16 +202,14 @@ def test_the_command_says_where_memory_is_explained(
 
 
 def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:
-    children: list[Any] = []
+    processes = Processes()
 
     def kill_after_two_steps(line: str) -> None:
         if line.startswith("2 of "):
             time.sleep(1)  # docs/format.md: a kill loses the last 5 milliseconds
-            children[0].kill()
+            processes.kill()
 
-    result = process.run(
-        replace(TINY, num_steps=10000), tmp_path, on_line=kill_after_two_steps, on_start=children.append
-    )
+    result = process.run(replace(TINY, num_steps=10000), tmp_path, on_line=kill_after_two_steps, processes=processes)
     assert result["status"] == "killed"
     assert re.fullmatch(
         r'the process was killed by signal 9; the last that it said was "\d+ of \d+ steps.*', result["error"]

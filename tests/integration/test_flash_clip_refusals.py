@@ -57,7 +57,7 @@ def test_frozen_models_are_refused() -> None:
     [
         ({"batch_first": False}, "batch_first=True"),
         ({"clipping": "per_layer", "max_grad_norm": [1.0]}, "has 1 bounds, but the optimizer has 3 parameters"),
-        ({"clipping": "per_layer", "max_grad_norm": 1.0}, "list with one positive number for each"),
+        ({"clipping": "per_layer", "max_grad_norm": 1.0}, "list with one positive number, which is finite, for each"),
         ({"clipping": "per_layer", "max_grad_norm": [1.0] * 3, "flash_clip_passes": 2}, "use 1 with 'per_layer'"),
         ({"clipping": "ghost"}, "flash_clip knows 'flat'"),
         ({"max_grad_norm": [1.0, 2.0]}, "one positive number"),

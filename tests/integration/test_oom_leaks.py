@@ -39,6 +39,7 @@ def train(mode: str, keep: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         max_grad_norm=1.0,
         poisson_sampling=False,
         grad_sample_mode=mode,
+        check="off",  # a proof in the fourth forward would need memory, too
     )
     criterion = criteria[0] if criteria else MeanCrossEntropy()
     for step, (inputs, targets) in enumerate(loader):

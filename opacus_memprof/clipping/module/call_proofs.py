@@ -4,7 +4,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
@@ -205,7 +207,8 @@ class CallProofs:
         if self.registry.is_sharded:  # a proof needs all ranks, of which others may have no new operations
             return False
         outputs = [x for x in tensors_in(output) if x.requires_grad]
-        patterns = native.graph_patterns(outputs, self.hooks.batch)
+        inputs = [x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, torch.Tensor)]
+        patterns = native.graph_patterns(outputs, inputs, self.hooks.batch)
         if situation.patterns.issuperset(patterns):
             return False
         if call.is_proved and is_compiled(outputs):  # proofs run uncompiled, with other operations

@@ -195,7 +195,7 @@ class Prover:
             new = perturbed(leaves, self.program.batch, kept, kind, seed)
             try:
                 return run(new, structure, kept, shared)
-            except MemprofError:
+            except (MemprofError, torch.OutOfMemoryError):
                 raise
             except Exception:
                 if kind == GENTLE[-1]:
@@ -207,7 +207,7 @@ class Prover:
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds what checkpoints run again
-            patterns = graph_patterns(outputs, self.program.batch)
+            patterns = self._patterns(outputs, leaves)
             batch, draws = self.program.batch, self.program.random.has_moved()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
@@ -225,6 +225,10 @@ class Prover:
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
         return recorder
+
+    def _patterns(self, outputs: list[torch.Tensor], leaves: list[Any]) -> list[int]:
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return graph_patterns(outputs, inputs, self.program.batch)
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
         args, kwargs = tree_unflatten(leaves, structure)
@@ -281,7 +285,7 @@ class Prover:
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder(self.workspace)) as trace:
             outputs, _ = self._outputs(leaves, structure)
-            self.trace, self.patterns = list(trace), graph_patterns(outputs, self.program.batch)
+            self.trace, self.patterns = list(trace), self._patterns(outputs, leaves)
 
     # --- sums ---
     def sums(self) -> list[Doubt]:

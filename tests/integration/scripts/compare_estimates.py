@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import opacus_memprof  # noqa: E402
-from opacus_memprof.analysis.oom import report  # noqa: E402
+from opacus_memprof.analysis.oom import failure_report  # noqa: E402
 from opacus_memprof.analysis.oom.predict import Case  # noqa: E402
 from opacus_memprof.pytest_plugin.clean_session import empty_caches  # noqa: E402
 from tests.estimated_models import MODELS, EstimatedModel  # noqa: E402
@@ -86,7 +86,7 @@ def predicted_peak(case: Case, mode: str) -> int:
 
 def main() -> None:
     cases: list[Case] = []
-    report.advise = lambda case: cases.append(case) or []  # type: ignore[assignment, func-returns-value]
+    failure_report.advise = lambda case: cases.append(case) or []  # type: ignore[assignment, func-returns-value]
     for name in sys.argv[1:] or MODELS:
         chosen = MODELS[name]
         peaks = {mode: peak(chosen, mode) for mode in chosen.modes}
