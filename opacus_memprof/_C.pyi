@@ -34,7 +34,8 @@ class Tag:
 class Tagged:
     """A callable that runs the wrapped one under a tag, of the module that has the block under the argument that is
     passed as `module_of`, if one is named. Picklable, deep-copyable, binds like a function
-    (also on a class), and forwards __name__, __doc__ and attribute look-ups to the wrapped callable."""
+    (also on a class), and forwards __name__, __doc__ and attribute look-ups to the wrapped callable.
+    """
 
     __wrapped__: Callable[..., Any]
     tag: Tag
@@ -43,7 +44,8 @@ class Tagged:
 class ScopedForward:
     """A module's `forward` under the module's tag (phase forward), to stand in the module's __dict__. Notes autograd's
     sequence numbers, so that the module's backward nodes are known. Does not keep the module alive. `function` is the
-    class' own, bound on each call (`bind`), or a callable that is called as it is. Copies and pickles are plain."""
+    class' own, bound on each call (`bind`), or a callable that is called as it is. Copies and pickles are plain.
+    """
 
     __wrapped__: Callable[..., Any]
     bound_by_class: bool
@@ -55,7 +57,8 @@ class ScopedForward:
 class CaptureActivations:
     """Opacus' forward hook in a wrapper: what it appends to `module.activations` is captured for `module_id`.
     `on_repeat(module_id, in_backward, refused)` is called where that happens inside a backward pass, and where the hook
-    refuses it with NotImplementedError. Copies are of the wrapped hook."""
+    refuses it with NotImplementedError. Copies are of the wrapped hook.
+    """
 
     __wrapped__: Callable[..., Any]
     def __init__(
@@ -66,7 +69,8 @@ class CaptureActivations:
 class CaptureBackprops:
     """Opacus' full backward hook in a wrapper: settles the module's captures, runs the hook under `before` until its
     sampler has returned and under `after` from then on, and releases the newest capture if the hook has used it. Copies
-    are of the wrapped hook."""
+    are of the wrapped hook.
+    """
 
     __wrapped__: Callable[..., Any]
     def __init__(self, wrapped: Callable[..., Any], module_id: int, before: Tag, after: Tag) -> None: ...
@@ -75,7 +79,8 @@ class CaptureBackprops:
 class Sampler:
     """`f(layer, activations, backprops) -> {parameter: result}` under `tag`. Results that were born as temp_matrices
     become `category`; then `observe(layer, backprops, results)` is called, unless it is None or has seen this layer
-    with backprops of this shape (last, and since `forget_observed_shapes`)."""
+    with backprops of this shape (last, and since `forget_observed_shapes`).
+    """
 
     __wrapped__: Callable[..., Any]
     def __init__(
@@ -87,7 +92,8 @@ def forget_observed_shapes() -> None: ...
 
 class ParameterFunction:
     """A function under `tag` that sets an attribute of a parameter, which becomes `category` of the parameter's module.
-    The parameter is the first argument, or that argument's attribute `via` if it has one."""
+    The parameter is the first argument, or that argument's attribute `via` if it has one.
+    """
 
     __wrapped__: Callable[..., Any]
     def __init__(self, wrapped: Callable[..., Any], tag: Tag, sets: str, category: int, via: str | None) -> None: ...
@@ -105,33 +111,39 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def retag(tensors: Any, category: int, module: int | None = None) -> int:
     """Gives the live blocks under the tensors another category (and module); returns the bytes that changed.
     Tensors whose block is unknown are skipped. A block that was there before the profiler is adopted: its
-    free will be seen."""
+    free will be seen.
+    """
 
 def retag_if(tensors: Any, expected: Sequence[int], category: int, module: int | None = None) -> int:
     """As retag, for the blocks whose category is one of `expected`."""
 
 def tag_inputs(batch: Any) -> tuple[int, int]:
     """The tensors that nobody has computed from parameters become inputs, where their blocks have no other category.
-    Returns the first dimension of the first one that has dimensions (-1 where none has), and the elements of all."""
+    Returns the first dimension of the first one that has dimensions (-1 where none has), and the elements of all.
+    """
 
 def tag_target(target: object) -> None:
     """What a loss compares with becomes inputs, unless it was computed from parameters, or made in forward and held by
-    autograd too. Whatever is no plain tensor is passed over."""
+    autograd too. Whatever is no plain tensor is passed over.
+    """
 
 def capture(module: int, tensors: Any) -> None:
     """Opacus captured these for `module`. Blocks born in forward, or recomputed in backward, become
-    activation_hooks_*; captures nest."""
+    activation_hooks_*; captures nest.
+    """
 
 def release(module: int) -> None:
     """Opacus dropped the module's newest capture: blocks nobody else captured return to their category."""
 
 def settle(module: int) -> None:
     """For each captured block of the module: who else holds its storage? Chooses between activation_hooks_shared and
-    activation_hooks_opacus_only by the storage's use count."""
+    activation_hooks_opacus_only by the storage's use count.
+    """
 
 def settle_all(outputs: Any) -> None:
     """As settle, for all modules. `outputs` are what a forward of all is about to return: those that only the program
-    will hold count for nobody."""
+    will hold count for nobody.
+    """
 
 def captures() -> dict[int, int]: ...  # module id -> captures outstanding
 
@@ -145,29 +157,34 @@ def follow_gradient(parameter: torch.Tensor, module: int) -> None:
 def unfollow_gradient(parameter: torch.Tensor) -> None: ...
 def gradient_hooks_lost() -> int:
     """How many gradients are not followed any more because their tensor is gone, or because the first hook that Python
-    registered there has taken the place of ours."""
+    registered there has taken the place of ours.
+    """
 
 def retag_first_state(states: dict[Any, Any], category: int) -> int:
     """As retag, for what an optimizer's `state` has for its first parameter, with the parameter's owner."""
 
 def retag_attribute(parameters: Any, name: str, category: int) -> int:
     """As retag, for the tensor that each parameter has in its own __dict__ under this name, with the parameter's owner
-    as its module. Parameters without are skipped."""
+    as its module. Parameters without are skipped.
+    """
 
 def retag_gradients(parameters: Any, category: int) -> int: ...  # the same for .grad
 
 # --- counters ---
 def snapshot(name: str) -> dict[str, Any]:
     """{"index", "name", "unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes": int,
-    "categories": {name: bytes}}}}; consistent across threads; writes a snapshot event."""
+    "categories": {name: bytes}}}}; consistent across threads; writes a snapshot event.
+    """
 
 def counters() -> dict[str, Any]:
     """{"unix_ns", "step", "logical_step", "devices": {"cuda:0": {"requested_bytes", "peak_bytes" (since reset_peaks),
-    "phase" (of the newest allocation), "categories": {name: bytes}}}}; consistent, and leaves no event."""
+    "phase" (of the newest allocation), "categories": {name: bytes}}}}; consistent, and leaves no event.
+    """
 
 def peaks() -> dict[str, dict[str, Any]]:
     """Per device, at the instant of its highest requested bytes: {"requested_bytes", "allocated_bytes",
-    "reserved_bytes" (both -1 where nobody counts them), "step", "phase", "unix_ns", "categories": {...}}"""
+    "reserved_bytes" (both -1 where nobody counts them), "step", "phase", "unix_ns", "categories": {...}}
+    """
 
 def reset_peaks() -> None: ...
 def live_blocks() -> list[dict[str, Any]]:
@@ -180,7 +197,8 @@ def failures() -> list[dict[str, Any]]:
     Holdings are the device's live blocks by origin, the largest first: {"bytes", "blocks", "largest", "category",
     "module", "op", "phase", "step"}. Upstream is what the wrapped allocator and the device said, None where nobody
     counts: {"reserved", "allocated", "pending", "largest_free", "free_segments", "free_expandable", "device_free",
-    "device_total", "limit"}; see csrc/core/failures.h."""
+    "device_total", "limit"}; see csrc/core/failures.h.
+    """
 
 # --- the event file ---
 def start_events(directory: str, max_events: int, info_json: str) -> None:
@@ -203,4 +221,5 @@ def cuda_allocator() -> Any: ...  # the torch._C._cuda_CUDAAllocator for change_
 def cuda_current_name() -> str: ...  # whoever is the current allocator
 def cuda_refresh(device: int) -> int:
     """Asks the native allocator which blocks still exist: drops seeded ones that are gone, and returns the
-    bytes that wait for a side stream (pending_free)."""
+    bytes that wait for a side stream (pending_free).
+    """

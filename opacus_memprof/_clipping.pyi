@@ -1,5 +1,6 @@
 """Typed face of the compiled extension. Only opacus_memprof.clipping.kernels.native imports it. The comments are in
-csrc/clipping."""
+csrc/clipping.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -225,7 +225,8 @@ def build(
 
 def _built_for(torch: Path, cuda_header: Path) -> dict[str, str | list[int]]:
     """The versions of torch and of CUDA's headers, and the architectures that torch has machine code for, as 90: what
-    torch.cuda.get_arch_list() says, which the build cannot ask."""
+    torch.cuda.get_arch_list() says, which the build cannot ask.
+    """
     version = re.search(r"^__version__ = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
     cuda = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", cuda_header.read_text(errors="replace"))
     assert version is not None

@@ -258,7 +258,8 @@ def _with_unrecorded_snapshots(
     name: str, snapshots: Sequence[DeviceSnapshot], recorded: Mapping[int, Snapshot]
 ) -> list[DeviceSnapshot]:
     """Adds the snapshots that only snapshots.jsonl has: those that a full event file dropped, with the live counters'
-    bytes, and those before the device's first block, which are empty."""
+    bytes, and those before the device's first block, which are empty.
+    """
     by_index = {snapshot.index: snapshot for snapshot in snapshots}
     for index, line in recorded.items():
         if index not in by_index:

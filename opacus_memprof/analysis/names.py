@@ -81,7 +81,8 @@ class Names:
 
 def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
     """The bytes by reported category that a run without Opacus would have: the `shared` bytes of captures, which
-    autograd holds too, count as activations."""
+    autograd holds too, count as activations.
+    """
     if not shared:
         return dict(sizes)
     activations = sizes.get("activations", 0) + shared

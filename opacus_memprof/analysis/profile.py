@@ -120,7 +120,8 @@ def build_profile_from_counters(
     warnings: Iterable[str],
 ) -> Profile:
     """Builds a profile without readable events: the peaks of the live counters, and the snapshots. The arguments are
-    those of `build_profile`."""
+    those of `build_profile`.
+    """
     path = Path(directory)
     meta, snapshots, sentences = Meta(), dict[int, Snapshot](), list(warnings)
     try:

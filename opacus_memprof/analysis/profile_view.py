@@ -80,7 +80,8 @@ class PhaseRow:
 @dataclass(frozen=True)
 class Check:
     """A comparison of figures that must agree. `agrees` is None where they differ for a known reason; `details` goes on
-    after the claim."""
+    after the claim.
+    """
 
     agrees: bool | None
     claim: str

@@ -274,7 +274,6 @@ def _run(
         MemprofError: see engine.run_grid.
         typer.Exit: with code 1 if a cell neither finished nor ran out of memory.
     """
-
     from opacus_memprof.experiments.engine import run_grid
     from opacus_memprof.experiments.summary import terminal_summary
 

@@ -37,7 +37,8 @@ def inner_model(module: nn.Module) -> nn.Module:
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
     """Returns the device on which layers compute with a parameter. Under FSDP2's CPUOffloadPolicy its shards are
-    elsewhere."""
+    elsewhere.
+    """
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -100,7 +100,8 @@ def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
 
 def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
     """The cost of norms from the lower triangle of Gram tiles, each of which reads its two strips of `a` and `g`.
-    Strips that are still in the L2 cache are counted, although they are not read from device memory again."""
+    Strips that are still in the L2 cache are counted, although they are not read from device memory again.
+    """
     if tokens == 1:
         return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
     tiles = -(-tokens // tile)
@@ -110,7 +111,8 @@ def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: i
 
 def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, bias: bool) -> Cost:
     """The cost of norms as Opacus 1.6 computes them for three-dimensional inputs: ggT and aaT are written and read, so
-    is their product, and with a bias ggT is computed again."""
+    is their product, and with a bias ggT is computed again.
+    """
     if tokens == 1:
         return gram_norm_cost(batch, tokens, rows, columns, itemsize)
     square = batch * tokens * tokens
@@ -206,7 +208,8 @@ def _cast_strips(width: int, itemsize: int) -> int:
 
 def gram_bytes(batch: int, tokens: int, width: int, itemsize: int, workspace: int, *, in_registers: bool) -> int:
     """Returns the temporaries of norms from Gram tiles. Arguments: see `gram_block`; `in_registers`: the CUDA kernel
-    forms them."""
+    forms them.
+    """
     if tokens == 1:
         return 0
     if in_registers and itemsize <= 4:
@@ -238,7 +241,8 @@ def norm_bytes(numbers: int, itemsize: int) -> int:
 
 def has_group_norm_kernel(numbers: int, groups: int) -> bool:
     """Returns whether GroupNorm's CUDA kernel is used for `numbers` elements of a sample: it goes through a group in
-    one program, and with more it would be slower than torch's kernels, which need temporaries."""
+    one program, and with more it would be slower than torch's kernels, which need temporaries.
+    """
     return 0 < numbers <= _GROUP_NORM_NUMBERS * groups
 
 
@@ -258,7 +262,8 @@ def embedding_sample_bytes(tokens: int, width: int, itemsize: int, sum_itemsize:
 
 def embedding_workspace(batch: int, tokens: int, width: int, itemsize: int, sample_bytes: int, workspace: int) -> int:
     """Returns the ceiling on an embedding's temporaries where sums are float64: no more than float32 would take for all
-    samples."""
+    samples.
+    """
     return min(workspace, max(sample_bytes, batch * tokens * (width * itemsize + INDEX_BYTES)))
 
 
@@ -295,7 +300,8 @@ class Unfolding:
     @property
     def channel_bytes(self) -> int:
         """The bytes of one channel of a part: unfolded, and at most two copies of the input (cast or sliced, and
-        padded)."""
+        padded).
+        """
         return (self.taps * self.tokens + 2 * self.padded) * self.itemsize
 
     def part(self, workspace: int) -> tuple[int, int, int]:

@@ -109,14 +109,16 @@ class GraphedBackward:
 
     def _captured_state(self) -> tuple[Any, ...]:
         """Returns what a replay repeats as it was captured: the clipping rule; modes, hooks and attributes of modules;
-        and which parameters are trained, at which addresses."""
+        and which parameters are trained, at which addresses.
+        """
         rule = self._bookkeeping.rule
         parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
         return rule.bound, rule.bounds.copy(), self._module.modes(), parameters
 
     def _keep_sums(self) -> None:
         """Copies the sums of the last replay that a step still needs (of physical batches, which add up): the next
-        replay writes to the same memory."""
+        replay writes to the same memory.
+        """
         self._bookkeeping.copy_sums(self._last_sums)
         parameter: Any  # with Opacus' attributes
         for parameter, given in self._last_sums.items():
@@ -193,7 +195,8 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def _end_failed_capture(device: int, pool: Any) -> None:
     """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263). Otherwise its generator would
-    refuse to draw numbers, and memory that several streams have used would not be freed."""
+    refuse to draw numbers, and memory that several streams have used would not be freed.
+    """
     with contextlib.suppress(RuntimeError):  # torch has ended it
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)

@@ -118,7 +118,8 @@ class LayerHooks:
 
     def after(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Makes the parameters trainable again, and taps the output. Also called if the forward raises (`output` is
-        then None). Returns None to leave the output as it is."""
+        then None). Returns None to leave the output as it is.
+        """
         running = self._running.pop(layer, None)
         if running is None:
             return None
@@ -162,7 +163,8 @@ class LayerHooks:
 
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
         """Returns the output of a layer with a node that passes its gradient on. `where` is None if output and input
-        have one row for each sample, first."""
+        have one row for each sample, first.
+        """
         anchor = None if output.requires_grad else self.anchor(output.device)
         saved_input = x if layer.is_trainable("weight") else None
         call = (layer, self.bookkeeping, where, self.batch, self.forward)
@@ -212,7 +214,8 @@ class LayerHooks:
 
     def _guess(self, layer: Layer, leaves: list[Any], outputs: list[Any]) -> Layout:
         """Returns a layout from the shapes alone, for calls that no probe has seen: empty batches, and other paths
-        through the model. Raises MemprofError if an output has no batch dimension."""
+        through the model. Raises MemprofError if an output has no batch dimension.
+        """
 
         def where(x: Any) -> Arrangement | None:
             is_batch = isinstance(x, torch.Tensor) and x.dim() > 0 and PLAIN.rows(x, self.batch) is not None
@@ -233,7 +236,8 @@ class LayerHooks:
 
 class PlainLayer:
     """The hooks of a layer whose first input and output have one row for each sample, first, as in most layers. They
-    skip the checks for other layers, which would take the host longer than the kernels of a small layer."""
+    skip the checks for other layers, which would take the host longer than the kernels of a small layer.
+    """
 
     __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
 

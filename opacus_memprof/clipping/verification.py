@@ -152,7 +152,8 @@ def verify(
 
 def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
     """Returns copies of the model and the batch in float64, or in float32 if the model does not run in that, and the
-    tolerance."""
+    tolerance.
+    """
     error: Exception | None = None
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
         copied, converted = _copy_of(model, dtype), _cast(batch, dtype)
@@ -187,7 +188,8 @@ class _Hand:
     """Clipping by hand.
 
     A model that draws random numbers is run on the whole batch, from the same state of the generators, and its losses
-    have a backward each. Other models are run on one sample at a time."""
+    have a backward each. Other models are run on one sample at a time.
+    """
 
     def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
         self._model, self._batch, self._losses, self._state = model, batch, losses, state
@@ -238,7 +240,8 @@ _Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | Non
 
 def _by_mode(mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float, state: RandomState) -> _Found:
     """Returns the norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with
-    it."""
+    it.
+    """
     copied = copy.deepcopy(model)
     trained = _trained(copied)
     options: dict[str, Any] = {"max_grad_norm": bound} if mode in ("ghost", "flash_clip") else {}

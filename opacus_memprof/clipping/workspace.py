@@ -52,7 +52,8 @@ class Workspace:
 
     def tiles(self, rows: int, columns: int, unit_bytes: int, unit: str) -> Iterator[tuple[slice, slice]]:
         """Splits a grid of units into tiles that fit: several rows each or, if a row does not fit, parts of a row.
-        Raises as `fit_at_least_one`."""
+        Raises as `fit_at_least_one`.
+        """
         fit = self.fit(columns * unit_bytes, rows)
         width = max(1, columns) if fit else self.fit_at_least_one(unit_bytes, columns, unit)
         for row in slices(rows, max(1, fit)):
@@ -93,7 +94,8 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the clipped sum of a parameter of `dtype`, which is rounded only after noise is added.
-    Complex numbers are pairs of real ones until then."""
+    Complex numbers are pairs of real ones until then.
+    """
     return torch.float32 if is_low_precision(dtype) else dtype.to_real()
 
 

@@ -45,7 +45,8 @@ def main() -> None:
 
 def _start_virtual_gpu(configuration: Configuration, directory: Path) -> bool:
     """Starts the virtual GPUs of a configuration. If that is not possible, writes a result that says why, and returns
-    False."""
+    False.
+    """
     assert configuration.virtual_gpu is not None
     try:
         virtual_gpu.load_no_weights()  # whose values nobody would read

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads training data: the user's own; or SNLI, if the model has a tokenizer and the hub can be reached; else random
-tokens."""
+tokens.
+"""
 
 import csv
 import importlib
@@ -113,7 +114,8 @@ def _tokenizer(configuration: Configuration) -> Any:
 def _load_own(configuration: Configuration, name: str, samples: int, vocabulary: int, padding: int | None) -> Any:
     """The user's data set, from a file of texts, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. The function is called with
     the configuration and the tokenizer (None without one), and returns a torch data set or a list of (input_ids
-    [tokens], target). Raises MemprofError."""
+    [tokens], target). Raises MemprofError.
+    """
     if Path(name).suffix in (".jsonl", ".csv"):
         if padding is None:
             raise MemprofError(

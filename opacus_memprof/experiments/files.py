@@ -41,7 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_result(path: Path) -> ExperimentResult:
     """The result of a run. Raises MemprofError if the file cannot be read or is of a newer format, or names the field
-    that is missing or of another type."""
+    that is missing or of another type.
+    """
     return read_json_object(path, ExperimentResult, _REMEDY)
 
 

@@ -104,7 +104,8 @@ def grid(
 
 def one_at_a_time(base: Configuration) -> list[Cell]:
     """Nine configurations that show what each size costs: sequences of 128 and batches of 8, and changes of one size:
-    other lengths, other logical batches, LoRA, other physical batches."""
+    other lengths, other logical batches, LoRA, other physical batches.
+    """
     middle = replace(base, seq_length=128, batch_size=8, max_physical_batch_size=1, lora_rank=None)
     return [
         Cell(middle),

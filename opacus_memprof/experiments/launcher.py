@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launchers, which run cells and yield their results: on this machine, or as calls of an executor, such as jobs of a
-cluster."""
+cluster.
+"""
 
 import contextlib
 import os
@@ -29,7 +30,8 @@ Results = Generator[tuple[Cell, ExperimentResult], None, None]
 
 class Launcher(Protocol):
     """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended. Closing the
-    generator ends the cells that still run."""
+    generator ends the cells that still run.
+    """
 
     workers: int
 

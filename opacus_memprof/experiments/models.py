@@ -187,7 +187,8 @@ def replace_conv1d(model: nn.Module) -> None:
 
 def _untie_head(model: Any) -> None:
     """Replaces a head that shares the weight of the input embedding by a copy: the norm of the sum of both gradients is
-    not the sum of their norms."""
+    not the sum of their norms.
+    """
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is not None and outputs.weight is inputs.weight:
         outputs.weight = nn.Parameter(outputs.weight.detach().clone())

@@ -108,7 +108,8 @@ def move_result(result: ExperimentResult, directory: Path, output: Path) -> None
 
 def _clear_profile(path: Path) -> None:
     """Removes an earlier profile, which would be taken for this run's. Raises MemprofError for other files, before
-    anything is removed."""
+    anything is removed.
+    """
     ranks = list(rank_directories(path).values())
     for folder in (path, *ranks):
         refuse_foreign_files(folder)

@@ -175,7 +175,8 @@ def find_vanilla(rows: Sequence[Row]) -> Row | None:
 
 def overhead(row: Row, vanilla: Row) -> Sizes:
     """The bytes by category that a run takes more than vanilla, each at its own peak, without zeros. As in
-    analysis.tax, captures that autograd holds as well count as activations."""
+    analysis.tax, captures that autograd holds as well count as activations.
+    """
     sizes, others = as_without_dp(row.bytes, row.shared_captures), vanilla.bytes
     changes = {category: sizes.get(category, 0) - others.get(category, 0) for category in {**sizes, **others}}
     return {category: change for category, change in changes.items() if change}

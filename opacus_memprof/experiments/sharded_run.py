@@ -29,7 +29,8 @@ def rank_result_file(name: str) -> str:
 
 def merge_results(directory: Path, name: str, profile: Path) -> None:
     """Merges the results of all ranks into the file `name`: the one with the worst status, with `ranks`, the summary of
-    all ranks (docs/format.md). Writes nothing if no rank has left a result."""
+    all ranks (docs/format.md). Writes nothing if no rank has left a result.
+    """
     results = {path: read_result(path) for path in sorted(directory.glob(f"{Path(name).stem}*.json"))}
     if not results:
         return

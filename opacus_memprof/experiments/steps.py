@@ -46,7 +46,8 @@ def private_batches(loader: Any, configuration: Configuration, optimizer: Any) -
 
 class Stopwatch:
     """Adds up the times between `start` and `stop`. On CUDA it uses events in the stream, so that only `seconds` waits
-    for the device."""
+    for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -91,7 +92,8 @@ class Trainer:
 
     def step(self, batch: Batch, name: str) -> float | None:
         """Trains on one physical batch. Returns the seconds of the logical step, without those of snapshots, where this
-        was its last batch; else None."""
+        was its last batch; else None.
+        """
         snapshot = self.snapshot if batch.last else lambda name: None
         self._watch.start()
         with tag("inputs"):

@@ -117,7 +117,8 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
     """Follows the result of `make_private` until `attachment` is detached: (model, optimizer, data loader), or (model,
-    optimizer, criterion, data loader) with ghost clipping."""
+    optimizer, criterion, data loader) with ghost clipping.
+    """
     attachment.apply("the model", lambda unit: follow_model(unit, prepared[0]))
     attachment.apply("the optimizer", lambda unit: follow_optimizer(unit, prepared[1]))
 

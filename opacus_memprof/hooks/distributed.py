@@ -47,7 +47,8 @@ def _observe_under(tag: native.Tag) -> Callable[..., CallHook]:
 
 def _observe_pre_forward(*args: Any, **kwargs: Any) -> CallHook:
     """`_pre_forward` allocates the buckets a second time, in the order in which gradients became ready, and may move
-    the batch to the device, which is retagged as inputs."""
+    the batch to the device, which is retagged as inputs.
+    """
     with _tag(COMMUNICATION, "DistributedDataParallel"):
         moved = yield
     native.retag_if((moved,), (COMMUNICATION,), INPUTS)
@@ -63,7 +64,8 @@ def _observe_group(category: int, op: str) -> Callable[..., CallHook]:
 
 def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
     """`post_backward` reduces and scatters gradients of the unsharded parameters: they are copied into a buffer, and
-    each rank gets its shard of their sum, in one block for the group."""
+    each rank gets its shard of their sum, in one block for the group.
+    """
     unsharded = native.category_id("unsharded_gradients")
     sharded = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
     owners = [native.owner_of(parameter) for parameter in sharded]
@@ -80,7 +82,8 @@ def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
 
 def _owner_of_group(group: Any) -> int:
     """Returns the module id of a group: the parameters of one module that was passed to fully_shard, except those of
-    submodules that were passed to it themselves."""
+    submodules that were passed to it themselves.
+    """
     return native.owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
 
 

@@ -72,7 +72,8 @@ class FakeForward:
 
     def record_inputs(self, inputs: tuple[Any, Any]) -> None:
         """Records the shapes of the positional and keyword arguments of a forward pass, and whether autocast is
-        enabled. Arguments cannot be repeated if they contain other objects than tensors and plain values."""
+        enabled. Arguments cannot be repeated if they contain other objects than tensors and plain values.
+        """
         leaves, structure = tree_flatten(inputs)
         plain = all(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
         devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
@@ -112,7 +113,8 @@ class FakeForward:
 @cache
 def _set_device_guard() -> None:
     """Uses fake tensors in a thread that does not end before the process. Where there is no GPU, torch sets a guard for
-    one when they are first used. Torch 2.11 frees it with the thread that did so, and later uses crash."""
+    one when they are first used. Torch 2.11 frees it with the thread that did so, and later uses crash.
+    """
     is_set = threading.Event()
 
     def set_guard() -> None:
@@ -149,7 +151,8 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
     """Returns a copy of the model with fake tensors and without hooks, and the copies of its modules with their
-    names."""
+    names.
+    """
     memo: dict[int, Any] = {}
     for _, module in named:
         for key, value in vars(module).items():
@@ -192,7 +195,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: Any) -> None:
         """Pack hook of autograd. It returns None instead of the tensor: a node that held its own output would never be
-        freed."""
+        freed.
+        """
         if isinstance(tensor, Tensor):
             self._kept.add(id_of(tensor))
 

@@ -4,7 +4,8 @@ targets of losses.
 
 The line of a training loop that moves labels to the device cannot be wrapped, but a loss function receives them.
 torch's losses are wrapped below `torch.nn.functional`, in the built-in functions that it calls: the public functions
-stay the same objects, which programs have imported, inspect, pickle, script and dispatch on."""
+stay the same objects, which programs have imported, inspect, pickle, script and dispatch on.
+"""
 
 import functools
 import sys
@@ -51,7 +52,8 @@ _LOSSES: dict[ModuleType, tuple[str, ...]] = {
 
 def tag_dataset(dataset: Any) -> None:
     """Tags the tensors that are attributes of a data set, as in TensorDataset and torchvision's, as `dataset`. They
-    are not inputs, because they do not grow with the batch."""
+    are not inputs, because they do not grow with the batch.
+    """
     if tensors := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
         native.retag_if(tensors, _UNCLAIMED, DATASET)
 

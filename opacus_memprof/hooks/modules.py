@@ -34,7 +34,8 @@ _prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictiona
 
 def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
     """Prefixes the module names of a second model by `Class#2.`, where another attached model uses one of the names for
-    a different module."""
+    a different module.
+    """
     used = dict(pair for other in list(_prefixes) for pair in named_modules(other))
     named = list(named_modules(root))
     class_name = type([module for name, module in named if not name][-1]).__name__  # without DDP around it
@@ -117,7 +118,8 @@ class ModelForwardPreHook:
 
 class ModelForwardHook:
     """The outermost module's forward hook. Autograd has saved its tensors by now, so captured activations can be
-    settled: either only Opacus holds them, or autograd does too."""
+    settled: either only Opacus holds them, or autograd does too.
+    """
 
     __slots__ = ("_pre_hook",)
 

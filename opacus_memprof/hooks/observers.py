@@ -83,7 +83,8 @@ def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
 
 def on_step_failure() -> None:
     """Records outstanding captures when Opacus' step has raised: they may be why per-sample gradients are missing or
-    have another batch size."""
+    have another batch size.
+    """
     if observations.captures():
         _record_captures(failed=True)
 

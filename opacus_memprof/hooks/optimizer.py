@@ -47,7 +47,8 @@ class MethodWrapper:
 
     It refers weakly to the optimizer: a reference cycle would keep the optimizer's states alive after the program has
     dropped the optimizer. It never accesses the optimizer's __dict__, which would make CPython materialize that
-    dictionary and look up every attribute more slowly from then on."""
+    dictionary and look up every attribute more slowly from then on.
+    """
 
     __slots__ = ("__wrapped__", "_observation", "_optimizer", "_tagged", "replaced")
 

@@ -40,7 +40,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def hooks_suspended() -> bool:
     """Returns whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call
-    has called them already."""
+    has called them already.
+    """
     return is_compiling() or _running_calls > 0
 
 
@@ -55,7 +56,8 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
 
 def wrap_torch_compile(attachment: Attachment) -> None:
     """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
-    before gets the same results, with more graphs."""
+    before gets the same results, with more graphs.
+    """
     for path, wrap in (
         ("torch:compile", _wrap_compile),
         ("torch.nn:Module.compile", lambda compile: observe(compile, _observe_module_compile)),

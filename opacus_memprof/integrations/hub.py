@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads models from the Hugging Face hub, and adds LoRA adapters. Importing it loads neither torch nor the hub's
-client."""
+client.
+"""
 
 import os
 import re
@@ -18,7 +19,8 @@ _REFUSED = re.compile(r"\b(gated|private|restricted|unauthorized|40[13])\b", re.
 
 def use_cache_if_hub_unreachable() -> None:
     """Sets HF_HUB_OFFLINE if the hub cannot be reached, because its client would retry for a minute. Call it before the
-    client is imported."""
+    client is imported.
+    """
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if "HF_HUB_OFFLINE" in os.environ or urllib.request.getproxies().get(endpoint.scheme):
         return

@@ -37,7 +37,8 @@ class TensorBoardLogger:
 
 class WandbLogger:
     """Logs to a run that `wandb.init` has returned, online or offline, which the caller finishes. The x-axis of charts
-    is `memory/step`, because the run's steps may count something else."""
+    is `memory/step`, because the run's steps may count something else.
+    """
 
     def __init__(self, run: Any) -> None:
         self._run = run

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the process of a planned run: applies what a suggestion changes, where the program need not be edited for it, and
-notes what Opacus was set up with. Imports Opacus, which the program has imported then."""
+notes what Opacus was set up with. Imports Opacus, which the program has imported then.
+"""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence

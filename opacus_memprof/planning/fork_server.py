@@ -75,7 +75,8 @@ class ForkServer:
 
     def run(self, program: Callable[[], object]) -> NoReturn:
         """Runs a program in a process that `become` has prepared, and ends it. Modules are not freed as Python does at
-        its end: that would copy all memory of the server, which takes a second."""
+        its end: that would copy all memory of the server, which takes a second.
+        """
         code: object = 0
         try:
             program()

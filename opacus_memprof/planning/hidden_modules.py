@@ -50,7 +50,8 @@ class HiddenModules(MetaPathFinder):
 
     def reveal(self, name: str) -> None:
         """Puts a hidden module into `sys.modules`, with those of its package; with a package that was asked for, all
-        that its import had imported."""
+        that its import had imported.
+        """
         self._before(name)
         importer, package = self._imported_by[name], name.partition(".")[0]
         for other in [other for other in self.pending if self._imported_by[other] == importer]:

@@ -96,7 +96,8 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 def print_doubts(warnings: Sequence[str], console: Console) -> None:
     """What the run decided by values that a virtual GPU does not compute, from its profile's warnings, and how to set
-    them for the plan."""
+    them for the plan.
+    """
     doubts = [warning for warning in warnings if "virtual GPU" in warning or "real GPU" in warning]
     for warning in doubts[:_MOST_WARNINGS]:
         _print(console, f"[yellow]note: {escape(warning)}[/]")

@@ -109,7 +109,8 @@ class RunFacts:
 
 def has_changed(environment: Mapping[str, str]) -> bool:
     """Whether this process has other variables than these. One is left out: torch sets it itself when the first
-    optimizer is made, and no package reads it when it is imported."""
+    optimizer is made, and no package reads it when it is imported.
+    """
     names = {*environment, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}
     return any(environment.get(name) != os.environ.get(name) for name in names)
 

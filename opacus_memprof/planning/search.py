@@ -23,7 +23,8 @@ _ROUND = 16  # the least round value: from 128 KiB for each sample on its tensor
 @dataclass(frozen=True)
 class Point:
     """A run with one value: whether it fitted, its peaks and what it may reserve, in bytes, and how often the allocator
-    gave cached memory back to the GPU."""
+    gave cached memory back to the GPU.
+    """
 
     fits: bool
     requested: int

@@ -149,7 +149,8 @@ def reported_name(category: str) -> str:
 
 def name_at_failure(category: str) -> str:
     """Returns a live counters' category as reports of failures name it: live blocks of a forward pass count as
-    activations."""
+    activations.
+    """
     return "activations" if category == FORWARD_UNDECIDED else reported_name(category)
 
 

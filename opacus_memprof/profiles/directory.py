@@ -109,7 +109,8 @@ class ProfileDirectory:
 
     def clear(self) -> None:
         """Removes the profile that was there before; rank 0 also the summary of all ranks, and the ranks of an earlier
-        job that had more."""
+        job that had more.
+        """
         for file in self._files():
             file.unlink()
         if self.launch is not None and self.launch.rank == 0:
@@ -142,7 +143,8 @@ class ProfileDirectory:
 
 def _refuse_unless_replaceable(path: Path) -> None:
     """Raises MemprofError unless the directory is empty, or a file in it is a profiler's. A session may have had no
-    events, and one that was killed may have begun no more than one of its files."""
+    events, and one that was killed may have begun no more than one of its files.
+    """
     if not path.is_dir():
         return
     with contextlib.suppress(OSError):

@@ -40,7 +40,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Writes UTF-8 text atomically, and returns the path. Text that is not Unicode is escaped. Raises MemprofError if
-    the file cannot be written."""
+    the file cannot be written.
+    """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(path)

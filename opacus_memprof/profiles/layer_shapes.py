@@ -133,7 +133,8 @@ class TrainingShapes:
     def stray_samples(self) -> tuple[int, ...]:
         """The batch sizes of stray forward passes: those before the latest whose captures no backward has released.
         Empty if a backward has released as many before, or if the latest batch is the largest: Opacus sizes per-sample
-        gradients by the largest batch that it has captured."""
+        gradients by the largest batch that it has captured.
+        """
         *before, latest = self.unreleased or (0,)
         strays = len(before) >= self.released and max(before, default=0) > latest
         return tuple(before) if strays else ()

@@ -103,7 +103,8 @@ class RoomBytes(JsonObject):
 
 class FittingBatch(JsonObject):
     """The samples of the failed step, the bytes of one at the peak, and the largest batch that fits with its predicted
-    peak. None is unknown; 0 means that not even one sample fits."""
+    peak. None is unknown; 0 means that not even one sample fits.
+    """
 
     samples: int | None
     bytes_per_sample: int | None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of privacy_check.json: what was proved of private models while they were trained. docs/flash_clip.md
-explains it."""
+explains it.
+"""
 
 import os
 from collections.abc import Sequence

@@ -276,7 +276,8 @@ class EventCounts(JsonObject):
 
 class UnknownUse(JsonObject):
     """An operation that needed a value that a virtual GPU does not compute, `count` times at `line` ("file:line"; "" if
-    no line of the program called it)."""
+    no line of the program called it).
+    """
 
     operation: str
     line: str

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON schemas of the files, made from their structures: `python -m opacus_memprof.profiles.schemas docs/schemas`
-writes them."""
+writes them.
+"""
 
 import inspect
 import json

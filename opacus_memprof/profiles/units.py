@@ -67,7 +67,8 @@ def format_share(part: int, whole: int) -> str:
 
 def format_moment(phase: str, step: int | str, logical_step: int | None = None) -> str:
     """Formats an instant of a run: `backward of step 5 (logical step 2)`, without the logical step if it is the same
-    number."""
+    number.
+    """
     logical = "" if logical_step is None or logical_step == step else f" (logical step {logical_step})"
     return f"{'idle time' if phase == 'idle' else phase.replace('_', ' ')} of step {step}{logical}"
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Baselines: JSON files, committed by users, with the peaks of a test for each device, torch, Opacus and grad-sample
-mode. profiles.baseline describes them."""
+mode. profiles.baseline describes them.
+"""
 
 import contextlib
 import fcntl

@@ -130,7 +130,8 @@ _frozen_tensors: list["weakref.ref[torch.Tensor]"] = []
 
 def freeze_imported_objects() -> None:
     """Exempts the objects that imports have created from garbage collection. Collecting before each test then takes
-    milliseconds, instead of a tenth of a second for torch's objects."""
+    milliseconds, instead of a tenth of a second for torch's objects.
+    """
     importlib.import_module("torch._dynamo")  # has a third of them, and is imported when an optimizer is first used
     gc.collect()
     _frozen_tensors.extend(weakref.ref(tensor) for tensor in _tensors(gc.get_objects()))
@@ -204,7 +205,8 @@ class CleanSession(Session):
 
     def end(self, status: str, exit_code: int, error: str | None = None) -> None:
         """Closes the session, as `close`. Blocks that are still live become unattributed, so that they count in a later
-        test only if it attaches them."""
+        test only if it attaches them.
+        """
         self._engines.detach()
         try:
             if self._keep:

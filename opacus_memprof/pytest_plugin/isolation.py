@@ -66,7 +66,8 @@ def run(item: pytest.Item) -> None:
 def _command(item: pytest.Item) -> list[str]:
     """Returns the command that runs pytest for this test only, with the same root, configuration, plugins and memory
     options. The project's `addopts` are left out: parallel runs, reports and filters are for the parent process
-    only."""
+    only.
+    """
     config = item.config
     command = [
         sys.executable,

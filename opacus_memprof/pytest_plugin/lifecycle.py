@@ -237,7 +237,8 @@ class Lifecycle:
 
     def _record_error(self, item: pytest.Item, when: str, error: BaseException) -> None:
         """Records that the test, or a fixture of it, has failed, and adds the test's memory to the report of that
-        phase (`when`: "setup" or "call")."""
+        phase (`when`: "setup" or "call").
+        """
         running = item.stash.get(_KEY, None)
         if running is None or isinstance(error, pytest.skip.Exception):
             return
@@ -254,7 +255,8 @@ class Lifecycle:
 
     def _end(self, item: pytest.Item, running: ProfiledTest) -> str | None:
         """Closes the session. Returns a message if the test leaks more than its limit. A failed test is not checked,
-        because its traceback keeps frames, and with them tensors, alive."""
+        because its traceback keeps frames, and with them tensors, alive.
+        """
         del item.stash[_KEY]
         message = None
         try:

@@ -62,7 +62,8 @@ class Limit:
 
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
     """Raises MemprofError if a category or phase does not exist, or if both a module and a phase are given: modules
-    are known at the peak only."""
+    are known at the peak only.
+    """
     names = native.names()
     categories = sorted({*REPORTED, *(reported_name(name) for name in names["categories"])} - {FORWARD_UNDECIDED})
     if category is not None and category not in categories:
@@ -120,7 +121,8 @@ def check_markers(item: pytest.Item) -> None:
 
 def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None:
     """Checks the limit_gpu_memory markers of a test that has run, and `fits`. Returns a message if a limit is
-    exceeded."""
+    exceeded.
+    """
     for mark in item.iter_markers("limit_gpu_memory"):
         limit = _read(mark)
         message = limit.check(devices)
@@ -132,7 +134,8 @@ def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None
 
 def check_leaks(item: pytest.Item, leaked: Iterable[Mapping[str, Any]]) -> str | None:
     """Checks the limit_gpu_leaks markers against the blocks that outlive a test and its fixtures. Returns a message if
-    a limit is exceeded."""
+    a limit is exceeded.
+    """
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for block in leaked:
         by_device.setdefault(block["device"], []).append(block)

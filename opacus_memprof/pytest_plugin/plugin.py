@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point of the pytest plugin: options, markers and the `memprof` fixture. Imports neither torch nor the
-profiler until a collected test needs them."""
+profiler until a collected test needs them.
+"""
 
 from __future__ import annotations
 

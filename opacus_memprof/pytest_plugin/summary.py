@@ -25,7 +25,8 @@ _TITLES = ("test", "device", "peak", "in", "mostly", "left", "outcome")
 
 def properties(devices: Mapping[str, Device]) -> Properties:
     """Returns the properties of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`,
-    `.step`, and the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`."""
+    `.step`, and the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`.
+    """
     result: Properties = []
     for name, device in devices.items():
         peak = device.peak
@@ -40,7 +41,8 @@ def properties(devices: Mapping[str, Device]) -> Properties:
 
 def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
     """Returns the property `memprof.cuda:0.left_bytes`, from the blocks that outlive a test and its fixtures, if
-    any."""
+    any.
+    """
     sizes: dict[str, int] = {}
     for block in blocks:
         sizes[block["device"]] = sizes.get(block["device"], 0) + block["bytes"]

@@ -29,7 +29,8 @@ class AfterImport(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec that the other finders return, with a loader that calls `callback` after executing the module. It
-        is not called here, because programs also look for specs without importing."""
+        is not called here, because programs also look for specs without importing.
+        """
         if fullname != self._name or self._finding_spec:
             return None
         self._finding_spec = True

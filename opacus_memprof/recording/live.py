@@ -97,7 +97,8 @@ def take_snapshot(name: str) -> Snapshot:
 
 def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
     """Counts one device. `pending` is the bytes of blocks that the program has freed while a side stream uses them: the
-    ledger has dropped these blocks, torch's allocator has not."""
+    ledger has dropped these blocks, torch's allocator has not.
+    """
     categories = add_parts(counts["categories"])
     if pending:
         categories["pending_free"] = pending

@@ -47,7 +47,8 @@ class _Metrics(Collector):
 
 class PrometheusFile:
     """A sink that atomically replaces a file by the newest reading. The file is removed when the session ends, but not
-    if the process is killed."""
+    if the process is killed.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()

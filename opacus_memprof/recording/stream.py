@@ -2,7 +2,8 @@
 """Streams a running session's memory counters to files or Prometheus, for monitoring long runs (docs/frameworks.md).
 
 A thread reads the counters every few seconds and passes them to the sinks. The program waits only while the counters
-are copied, which takes microseconds. Nothing is added to the profile."""
+are copied, which takes microseconds. Nothing is added to the profile.
+"""
 
 import math
 import os
@@ -184,7 +185,8 @@ class JsonLines:
 
     def write(self, reading: LiveMemory) -> None:
         """Appends a line in one write, so that readers of the file never see an incomplete line unless the disk is
-        full. Raises OSError."""
+        full. Raises OSError.
+        """
         devices = {
             name: replace(device, categories={key: size for key, size in device.categories.items() if size})
             for name, device in reading.devices.items()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the modules that torch.compile and torch.jit.script trace, and removes the profiler's hooks from them. Needs no
-Opacus."""
+Opacus.
+"""
 
 import contextlib
 import inspect
@@ -32,7 +33,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def reachable_modules(target: Any) -> list[nn.Module]:
     """Returns the modules that `target` can reach: itself, the object that it is a method of, and its attributes,
-    closure and globals. Modules that it receives as arguments are unknown until it runs."""
+    closure and globals. Modules that it receives as arguments are unknown until it runs.
+    """
     owner = getattr(target, "__self__", target)
     reachable = [target, owner, *getattr(owner, "__dict__", {}).values()]
     with contextlib.suppress(TypeError, ValueError):  # not a function, or a closure variable without a value yet
@@ -60,8 +62,8 @@ def remove_scoped_forwards(module: nn.Module) -> None:
 
 def hide_profiler_hooks(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps torch.jit._recursive.create_script_module, which compiles a module with its hooks and its instance's
-    `forward`. The profiler's are removed for the duration of the call."""
-
+    `forward`. The profiler's are removed for the duration of the call.
+    """
     return observe(create, _observe_create)
 
 
@@ -95,5 +97,6 @@ def reduce_to_noop(hook: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Pickles a profiler hook as a function of the standard library that does nothing (for copyreg).
 
     Models are pickled and deep-copied with their hooks. A copy is not profiled, and loads where this package is
-    missing."""
+    missing.
+    """
     return getattr, (contextlib.nullcontext(), "__exit__")

@@ -48,5 +48,6 @@ THEMES = {
 
 def category_color(category: str) -> str:
     """Returns the colour of a category, `#rrggbb`. A category of the program's own has the same colour in every report;
-    two of them may share one."""
+    two of them may share one.
+    """
     return CATEGORY_COLORS.get(category) or _OWN_COLORS[zlib.crc32(category.encode()) % len(_OWN_COLORS)]

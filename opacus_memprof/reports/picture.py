@@ -33,7 +33,8 @@ _LABELLED_STEPS = 15
 
 def picture_paths(view: ProfileView, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
     """Returns the files of write_pictures by device and theme: `a.png` and `a-dark.png`, with the device's name between
-    if there are several."""
+    if there are several.
+    """
     target = Path(path)
     devices = list(view.devices) or [""]
     paths = {}

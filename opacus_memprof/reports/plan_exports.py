@@ -64,7 +64,8 @@ class Candidate:
 
 def _candidates(plan: Plan) -> list[Candidate]:
     """Returns the candidates with an answer, in the order of the table. A plan of a single configuration has the
-    configuration itself, the same with more memory, and each tried advice."""
+    configuration itself, the same with more memory, and each tried advice.
+    """
     if plan.verdict is not UNSET:
         verdict = plan.verdict
         runs = {"as it is": verdict.run, "with more memory": verdict.with_more_memory}
@@ -85,7 +86,8 @@ def _cells(plan: Plan) -> list[PlanCell]:
 
 def _answer(plan: Plan, cell: PlanCell) -> RunOfValue | None:
     """Returns the run with the largest value that fits, or the only run if no value is searched; None without an
-    answer."""
+    answer.
+    """
     searched = plan.search is not UNSET and plan.search is not None
     wanted = cell.largest if searched else 0
     return next((run for run in cell.runs if run.value == wanted), None)

@@ -207,7 +207,8 @@ def _print_check(check: Check, console: Console) -> None:
 
 def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -> None:
     """Prints the columns that have a cell with text. Columns named in `words` are aligned to the left, and shortened if
-    the terminal is too narrow."""
+    the terminal is too narrow.
+    """
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, cells in shown.items():

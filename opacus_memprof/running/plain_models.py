@@ -4,7 +4,8 @@ and optimizers constructed by hand.
 
 Every training constructs an optimizer. The outermost modules that contain its parameters are taken to be models, and
 are attached in their first forward pass with gradients: a script calls `make_private` before that, and if it has,
-nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step."""
+nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step.
+"""
 
 import copyreg
 import gc
@@ -35,7 +36,8 @@ T = TypeVar("T")
 
 class FollowWithoutEngine:
     """Patches torch so that models which train without a PrivacyEngine are attached to `session`. Does nothing once
-    anything else has attached a model to it."""
+    anything else has attached a model to it.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -91,7 +93,8 @@ class FollowWithoutEngine:
     @contain("following a model that trains without Opacus")
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attaches models whose forward was not seen, because they are compiled, or the script calls their submodules
-        instead."""
+        instead.
+        """
         if torch.compiler.is_compiling():
             return
         if optimizer in self._stepped or optimizer not in self._optimizers or self._attached_by_others():
@@ -105,7 +108,8 @@ class FollowWithoutEngine:
 
     def _models(self, optimizer: Optimizer) -> list[nn.Module]:
         """The outermost modules that contain parameters of the optimizer. None that FSDP2 has sharded: its modules have
-        other parameters during forward."""
+        other parameters during forward.
+        """
         trained = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, nn.Parameter)]
         if not trained or any(hasattr(parameter, "_local_tensor") for parameter in trained):
             return []
@@ -116,7 +120,8 @@ class FollowWithoutEngine:
 
     def _is_traced(self, model: nn.Module) -> bool:
         """Whether code that was compiled before may call the model: hooks on it would break its graphs. What is
-        compiled after attaching is handled by `hooks.torch_compile`."""
+        compiled after attaching is handled by `hooks.torch_compile`.
+        """
         modules = set(_uncompiled_modules(model))
         for reference, fullgraph in self._compiled if modules else ():
             compiled = reference()
@@ -130,7 +135,8 @@ class FollowWithoutEngine:
 
     def _attach(self, model: nn.Module) -> nn.Module:
         """Attaches the model and its optimizers. Returns the module that is attached: the model, or the
-        GradSampleModule around it."""
+        GradSampleModule around it.
+        """
         with self._lock:  # several threads may run their first forward at once
             return self._attach_locked(model)
 
@@ -227,7 +233,8 @@ def instances(cls: type[T]) -> list[T]:
 class ModelIndex:
     """The outermost modules by the parameters in them. It is made by one look through the heap, and again after a
     module has got another submodule or parameter: a program may construct an optimizer for each parameter of a large
-    model, and a look through its heap takes a tenth of a second."""
+    model, and a look through its heap takes a tenth of a second.
+    """
 
     def __init__(self) -> None:
         self._is_current = False

@@ -104,7 +104,8 @@ def fork_for_each(ranks: Sequence[int]) -> int:
 
 def _wait(child: int) -> int:
     """Waits for the child and returns its exit code. SIGTERM and SIGINT are forwarded, so that it writes its profile
-    before they end this process."""
+    before they end this process.
+    """
 
     def forward(signum: int, _: FrameType | None) -> NoReturn:
         os.kill(child, signum)

@@ -50,6 +50,7 @@ def _unset_wakeup_fd(descriptor: int) -> None:
 
 def die_of(signum: int) -> None:
     """Ends this process by the signal, from any thread. C's `signal` resets the handler, because Python's works in the
-    main thread only."""
+    main thread only.
+    """
     ctypes.CDLL(None).signal(signum, 0)  # SIG_DFL
     os.kill(os.getpid(), signum)

@@ -76,7 +76,8 @@ class Forensics:
     def explain(self, error: BaseException | None = None) -> None:
         """Writes a report of the allocations that have failed since the last call, if any, and adds a note to `error`
         if it is an out-of-memory error or was caused by one. Never raises, so that the program's own error is not
-        hidden."""
+        hidden.
+        """
         if self._is_explaining or os.getpid() != self._pid:
             return
         self._is_explaining = True

@@ -113,7 +113,8 @@ class Session:
 
     def start(self) -> None:
         """Starts recording; raises MemprofError as `profile` says. Other failures do not end the program: the
-        profile has a sentence on them."""
+        profile has a sentence on them.
+        """
         global _current
         if (running := current()) is not None:
             raise MemprofError(
@@ -311,7 +312,8 @@ class Session:
 
     def explain(self, error: BaseException) -> None:
         """Writes oom_report.txt, .json and .html if memory has run out since the last call, and attaches a note to the
-        exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr."""
+        exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr.
+        """
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain(error)

@@ -201,7 +201,8 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
 def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list[Finding]:
     """Finds growth by more than `growth_mb` to a snapshot. A name that occurred before is compared with the lowest
     snapshot of that name, at the same point of a step; a new name with the lowest snapshot of all. After a finding,
-    later snapshots are compared with its snapshot. Of several findings of one name, the largest is returned."""
+    later snapshots are compared with its snapshot. Of several findings of one name, the largest is returned.
+    """
     found: dict[tuple[str, str], Finding] = {}
     lowest: dict[tuple[str, str, str | None], tuple[str, float]] = {}
     for snapshot in history:

@@ -91,7 +91,8 @@ class LineFile:
 
 class LineFileHandler(logging.Handler):
     """A handler that writes records to a file as lines "2024-01-15 10:30:15 - NAME - INFO - MESSAGE". If the file
-    cannot be written any more, it prints a warning and stops, without an exception."""
+    cannot be written any more, it prints a warning and stops, without an exception.
+    """
 
     def __init__(self, file: LineFile) -> None:
         super().__init__()

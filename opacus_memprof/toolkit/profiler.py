@@ -42,7 +42,8 @@ class _SizesOfDevices(TypedDict, total=False):
 
 class EventRecord(Sizes, _SizesOfDevices):
     """One record of an event: seconds since the first record, the sizes of the device in use, and those of all devices
-    if there are several. `timestamp` is in ISO 8601."""
+    if there are several. `timestamp` is in ISO 8601.
+    """
 
     time: float
     timestamp: str
@@ -95,7 +96,8 @@ class GPUMemoryProfiler:
 
     def record(self, event: str, extra: object = "") -> None:
         """Records the memory in use now under the event's name, and logs it with `extra`. The profile of a running
-        session gets a snapshot of that name too."""
+        session gets a snapshot of that name too.
+        """
         log = self._open_log()
         snapshot = take_snapshot(str(event))
         now = time.perf_counter()
@@ -150,7 +152,8 @@ class GPUMemoryProfiler:
 
     def findings(self) -> list[Finding]:
         """The findings among the records: leaks, sudden growth, overuse, fragmentation, and the record that exceeds the
-        threshold the most. See `opacus_memprof.toolkit.anomalies`."""
+        threshold the most. See `opacus_memprof.toolkit.anomalies`.
+        """
         self._open_log()
         over = (finding for snapshot in self._history for finding in self._over_threshold(snapshot))
         return [*anomalies.find_in_history(self._history), *anomalies.largest(over)]
@@ -162,7 +165,8 @@ class GPUMemoryProfiler:
 
     def generate_summary_report(self) -> str:
         """The text of a summary: the peak and its event, the range of each event, and findings. Logs it and, with file
-        logging, writes it to memory_summary_*.txt."""
+        logging, writes it to memory_summary_*.txt.
+        """
         log = self._open_log()
         text = "\n".join([*self._summary(), format_findings(self.findings())])
         for line in filter(None, text.splitlines()):

@@ -39,7 +39,8 @@ _MEMINFO = Path("/proc/meminfo")
 
 class Reading(TypedDict):
     """One device at one moment; docs/toolkit.md explains `source`. `total_mb` and `utilization_percent` are None as
-    long as CUDA is not initialised."""
+    long as CUDA is not initialised.
+    """
 
     device: str
     source: str
@@ -95,7 +96,8 @@ class SnapshotDifference(_OptionalChanges):
 
 def read_devices(name: str | None = None) -> list[Reading]:
     """Reads all devices. With a name, categories are counted as well, and the running session's profile gets a snapshot
-    of that name. Without one, only counters are read."""
+    of that name. Without one, only counters are read.
+    """
     counts = _snapshot(name) if name is not None else {}
     return [_cpu(counts.get("cpu")) if device == "cpu" else _cuda(device, counts.get(device)) for device in devices()]
 
@@ -111,7 +113,8 @@ def make_reading(
     categories: Mapping[str, int] | None = None,
 ) -> Reading:
     """A reading of one device from sizes in bytes. `reserved` equals `allocated` if nothing caches, as on the CPU;
-    `total` is the device's memory, None while CUDA is not initialised. `categories` are those of named readings."""
+    `total` is the device's memory, None while CUDA is not initialised. `categories` are those of named readings.
+    """
     return {
         "device": device,
         "source": source,

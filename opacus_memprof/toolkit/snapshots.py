@@ -177,7 +177,8 @@ def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDiffere
 
 def difference_around_call(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
     """As `compare_snapshots`, but without errors: if a call between the two has installed or removed the recording
-    allocator, "gpu_changes" is empty, and a warning is logged."""
+    allocator, "gpu_changes" is empty, and a warning is logged.
+    """
     try:
         return compare_snapshots(before, after)
     except MemprofError as error:

@@ -54,7 +54,8 @@ _at_begin = _Counts()
 
 def begin_run() -> None:
     """Makes `describe_run` and `describe_limits` count from now on: a process may record several profiles. Imports
-    torch."""
+    torch.
+    """
     global _at_begin
     if active() is not None:
         _at_begin = _Counts.now()
@@ -137,7 +138,8 @@ def _runs_on(kernel: str, major: int, minor: int) -> bool:
     """Whether code for `kernel` (sm_90, sm_90a, or compute_90 for PTX) runs on a compute capability.
 
     Machine code runs on the same major version, PTX on any newer one, and code for a specific architecture (90a) on
-    that one only."""
+    that one only.
+    """
     kind, _, version = kernel.partition("_")
     digits = version.rstrip("af")
     if not digits.isdecimal():

@@ -195,7 +195,8 @@ def _replace_groups() -> None:
 
 class _GlooInstanceCheck(type):
     """Makes isinstance(FakeProcessGroup(), GlooWithoutPeers) true: torch checks the type of the group that it has
-    created."""
+    created.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         from torch._C._distributed_c10d import FakeProcessGroup
@@ -205,7 +206,8 @@ class _GlooInstanceCheck(type):
 
 class GlooWithoutPeers(metaclass=_GlooInstanceCheck):
     """Replaces ProcessGroupGloo by torch's fake backend, whose collectives behave as if every rank had this rank's data
-    (as far as the torch version supports that)."""
+    (as far as the torch version supports that).
+    """
 
     def __new__(cls, _store: Any, rank: int, size: int, *_: Any, **__: Any) -> Any:
         from torch._C._distributed_c10d import FakeProcessGroup

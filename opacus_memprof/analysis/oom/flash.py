@@ -34,14 +34,16 @@ class FlashClip:
 
     def shared_bytes(self, n: int) -> int:
         """The part of `kept_bytes` that is also in the previous layer's activations: the input, if it is that layer's
-        output."""
+        output.
+        """
         layer, input_bytes = self.layer, self.layer.forward.input_bytes
         is_output = not layer.forward.from_leaf and layer.saved_before < input_bytes
         return layer.scale(input_bytes, n) if is_output and self.keeps_pair(n) else 0
 
     def new_bytes(self, n: int) -> int:
         """The part of `kept_bytes` that the layer's backward allocates. Not a pair: x is an activation, and g exists in
-        backward anyway."""
+        backward anyway.
+        """
         forward, module = self.layer.forward, self.layer.module
         wide = cost.accumulated_itemsize(forward.element_bytes)
         if module.kind in NORMS:
@@ -53,7 +55,8 @@ class FlashClip:
 
     def norm_temporaries(self, n: int, *, keep: bool = True) -> int:
         """The temporaries of computing per-sample norms. `keep` is False in Opacus' ghost clipping with these norm
-        samplers, where nothing is kept."""
+        samplers, where nothing is kept.
+        """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if module.kind in NORMS:
             return self._normalized(n)
@@ -86,7 +89,8 @@ class FlashClip:
 
     def merged_norm_temporaries(self, n: int) -> int:
         """The temporaries of the norms of a layer that runs several times: the pairs of its calls in one, for as many
-        samples at a time as fit into half of the workspace."""
+        samples at a time as fit into half of the workspace.
+        """
         forward = self.layer.forward
         pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) if self.keeps_pair(n) else 0
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
@@ -166,7 +170,8 @@ class FlashClip:
 
     def _unfold(self, n: int, ceiling: int) -> tuple[int, int, int]:
         """The number of samples whose input a convolution unfolds at a time, the bytes of their unfolded input, and
-        those of copies of their input."""
+        those of copies of their input.
+        """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
             return n, 0, 0
@@ -198,7 +203,8 @@ class FlashClip:
 
     def _padded(self, size: int) -> int:
         """The positions of a padded input of `size` positions, for images and kernels as wide as high: with the least
-        padding and stride that lead from its size to the output's."""
+        padding and stride that lead from its size to the output's.
+        """
         module = self.layer.module
         dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d
         outputs, inputs, kernel = (

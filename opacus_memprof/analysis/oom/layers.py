@@ -82,7 +82,8 @@ class Layer:
 
     def passed_gradients(self, n: int, mean_loss: bool) -> int:
         """The bytes of the gradients of output and input and of the residual stream, and, for a mean loss, of Opacus'
-        scaled copy of the output's."""
+        scaled copy of the output's.
+        """
         calls = self.forward.calls
         output = self.scale(self.forward.output_bytes, n) // calls
         grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
@@ -91,7 +92,8 @@ class Layer:
     def layout_copies(self, n: int) -> int:
         """The workspace of a convolution's backward, if its library computes in another memory layout: copies of the
         gradients of output and input, and of the weight. On an H200 cuDNN's workspace was that to within 1 KiB
-        (benchmarks/convolution_workspace.py)."""
+        (benchmarks/convolution_workspace.py).
+        """
         if not self.forward.layout_copied:
             return 0
         gradients = self.scale(self.forward.input_bytes + self.forward.output_bytes, n)
@@ -99,7 +101,8 @@ class Layer:
 
     def bias_sum_workspace(self, n: int, multiprocessors: int, *, by_sample: bool) -> int:
         """The workspace, on a GPU, of the sum that is the gradient of a Linear's bias: over tokens, by sample, or (as
-        autograd does it) over samples too."""
+        autograd does it) over samples too.
+        """
         if self.module.kind != "Linear" or not self.module.bias:
             return 0
         rows, tokens = self.module.bias, self.forward.tokens // self.forward.calls
@@ -136,7 +139,8 @@ class Layer:
 
     def ghost_norms(self, n: int, workspace: int = 0) -> int:
         """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²
-        bytes each: two for the weight and one for the bias. Layers without a norm sampler form per-sample gradients."""
+        bytes each: two for the weight and one for the bias. Layers without a norm sampler form per-sample gradients.
+        """
         forward, module = self.forward, self.module
         if not module.norm_sampler:
             return self.sampler(n, workspace=workspace)

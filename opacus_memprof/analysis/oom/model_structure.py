@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of a model, from the names of its modules: which units repeat, which layer's backward releases which
-activations, and where residual streams run."""
+activations, and where residual streams run.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

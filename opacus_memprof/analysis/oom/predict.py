@@ -126,7 +126,8 @@ class Case:
 
     def _instants_without_strays(self, step: Step, stray_samples: tuple[int, ...]) -> Iterator[Instant]:
         """The whole step, whose per-sample gradients then have the size of its own batch. The stray forwards save
-        nothing: they need an operation's input and output, and as much again that its caller refers to."""
+        nothing: they need an operation's input and output, and as much again that its caller refers to.
+        """
         yield from step.instants(step.samples)
         widest = max((layer.forward.input_bytes + 2 * layer.forward.output_bytes for layer in step.layers), default=0)
         temporaries = widest * max(stray_samples) // step.samples
@@ -155,7 +156,8 @@ class Case:
         self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients
     ) -> dict[str, int]:
         """The same instant in a later step, where optimizer states exist, and gradients that outlive zero_grad; if the
-        batch is part of a logical one, clipped sums too."""
+        batch is part of a logical one, clipped sums too.
+        """
         if phase not in _PHASE_ORDER:
             return sizes
         if self.step is not None and not self.history.step_peaks:
@@ -196,7 +198,8 @@ class Case:
 
     def _is_gradient(self, module: str, size: int) -> bool:
         """Whether a block has the size of the module's weight: then it is the weight's gradient, not yet accumulated,
-        whatever its category is."""
+        whatever its category is.
+        """
         shape = self.shapes.modules.get(module)
         if shape is None or not shape.weight:
             return False

@@ -3,7 +3,8 @@
 
 A step is a sequence of instants, each a sum of named parts in bytes; its peak is the largest. Source: the order in
 which autograd frees and Opacus 1.6 allocates tensors (forward, backward layer by layer from the last, clip, noise,
-update)."""
+update).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +85,8 @@ class Step:
 
     def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
         """The instants of the step with a physical batch of n samples. `accumulates`: it is part of a logical batch,
-        whose clipped sums live through all parts."""
+        whose clipped sums live through all parts.
+        """
         base = {"resident": self.resident, "optimizer_states": self.states, "output": self._scale(self.output, n)}
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
         if self.mode in ("ghost", "fast"):
@@ -109,7 +111,8 @@ class Step:
 
     def _loss_backward(self, n: int, gradients: int) -> Instant:
         """The beginning of backward: the gradient of the last layer's output is computed from the gradient of what the
-        loss has saved (for cross entropy, the logarithms of as many probabilities)."""
+        loss has saved (for cross entropy, the logarithms of as many probabilities).
+        """
         output = self.layers[-1].forward.output_bytes if self.layers else 0
         temporaries = self._scale(output + min(self.loss, output), n)
         live = self._activations(n) + self._scale(self.loss + self.inputs, n)
@@ -119,7 +122,8 @@ class Step:
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
         """The backward of hooks, functorch, ew and no_op, where per-sample gradients accumulate while activations are
-        released; and that of a model without Opacus."""
+        released; and that of a model without Opacus.
+        """
         private = self.mode not in ("", "other")
         yield self._loss_backward(n, self._kept_gradients())
         live = self._activations(n) + self._scale(self.inputs, n)
@@ -156,7 +160,8 @@ class Step:
 
     def _cell(self, layer: Layer) -> set[str]:
         """The layers whose per-sample gradients live when the layer's backward begins: those of the same recurrent
-        cell, whose calls alternate and add to the same gradients; or the one that a tied weight counts for."""
+        cell, whose calls alternate and add to the same gradients; or the one that a tied weight counts for.
+        """
         if layer.module.tied_to:
             return {layer.module.tied_to}
         if not layer.is_repeated:
@@ -166,11 +171,12 @@ class Step:
 
     def _released_before(self, layer: Layer, n: int) -> int:
         """The part of a layer's activations that is free in its backward: its output, which only later operations have
-        saved."""
+        saved.
+        """
         return self._scale(min(layer.activations - layer.saved_before, layer.forward.output_bytes), n)
 
     def _product_workspace(self, layer: Layer) -> int:
-        """cuBLAS' workspace, while the matrix products of a layer's backward run."""
+        """CuBLAS' workspace, while the matrix products of a layer's backward run."""
         return self.workspace if layer.module.rows and layer.module.kind != "Embedding" else 0
 
     def _sampler(self, layer: Layer, n: int, copies: bool) -> int:
@@ -178,7 +184,8 @@ class Step:
 
     def _adds_outputs(self, layer: Layer) -> bool:
         """Whether the gradient of the layer's output is also that of another one, whose output a recurrent cell adds.
-        A GRU, with three rows for each hidden feature, does not add all of them."""
+        A GRU, with three rows for each hidden feature, does not add all of them.
+        """
         cell = sorted(self._cell(layer))
         others = [each for each in self.layers if each.name in cell[1:]]
         return layer.name in cell[1:] and any(each.module.rows != 3 * each.module.columns for each in others)
@@ -188,7 +195,8 @@ class Step:
 
     def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """The backward of operations without parameters before a layer: the gradients of output and input of the one
-        that has saved the most. On a GPU a softmax allocates their product too."""
+        that has saved the most. On a GPU a softmax allocates their product too.
+        """
         largest = max(2 * layer.largest, 3 * layer.largest_square if self.on_gpu else 0)
         temporaries = self._scale(largest + layer.residual_gradient, n)
         return Instant("backward", layer.name, {**parts, "backward_temporaries": temporaries})
@@ -215,7 +223,8 @@ class Step:
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
         """The two backward passes of ghost clipping: activations survive the one for the norms, and are released in the
-        one for the gradients."""
+        one for the gradients.
+        """
         yield self._loss_backward(n, self._kept_gradients())
         live = self._activations(n) + self._scale(self.loss + self.inputs, n)
         gradients = 0
@@ -252,7 +261,8 @@ class Step:
     def _flash_clip(self, n: int, *, accumulates: bool) -> Iterator[Instant]:
         """The backward and the clipping of flash_clip. Autograd forms no gradients. Each layer keeps what its clipped
         sum needs, before its own backward; the sums are formed from the first layer to the last, releasing what was
-        kept."""
+        kept.
+        """
         yield self._loss_backward(n, 0)
         live = self._activations(n) + self._scale(self.inputs, n)
         layers = [(layer, FlashClip(layer, in_registers=self.on_gpu)) for layer in self.layers]
@@ -300,7 +310,8 @@ class Step:
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
         """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
-        noise that is drawn; that of flash_clip takes it once or, on CUDA, not at all."""
+        noise that is drawn; that of flash_clip takes it once or, on CUDA, not at all.
+        """
         trained = self.trained
         if not self.mode:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What backward calls: `receive_gradient` (from a node in C++ or from GradientTap) and CallTap at the outputs of
-layers, and TwoPassBackward at the outputs of the model. The forward of these functions is the identity."""
+layers, and TwoPassBackward at the outputs of the model. The forward of these functions is the identity.
+"""
 
 import sys
 from collections.abc import Callable
@@ -75,7 +76,8 @@ def is_compiled_autograd_enabled() -> bool:
 
 class CallTap(torch.autograd.Function):
     """The identity on a module's outputs. Its backward passes the module's call, and the outputs' gradients, to
-    `bookkeeping.add`. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h)."""
+    `bookkeeping.add`. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h).
+    """
 
     @staticmethod
     def forward(
@@ -104,7 +106,8 @@ class CallTap(torch.autograd.Function):
 
 class TwoPassBackward(torch.autograd.Function):
     """The identity on the model's outputs, detached from the model's graph. Its backward calls `run` with the outputs
-    that the loss uses and their gradients."""
+    that the loss uses and their gradients.
+    """
 
     @staticmethod
     def forward(

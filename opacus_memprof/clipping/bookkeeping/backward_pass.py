@@ -82,7 +82,8 @@ class BackwardPass:
 
     def parameter_ids(self) -> set[int]:
         """Returns the ids of the parameters that gradients have reached. Sets of ids are faster than sets of
-        tensors."""
+        tensors.
+        """
         kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
         return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
 
@@ -90,7 +91,8 @@ class BackwardPass:
         self, workspace: Workspace
     ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
         """Returns the parameters, the squared norms of their gradients, [B] each, and the layer that each belongs
-        to."""
+        to.
+        """
         find_deferred_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []

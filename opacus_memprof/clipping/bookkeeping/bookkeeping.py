@@ -157,7 +157,8 @@ class Bookkeeping:
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
         """Returns the pass of a forward. Forwards of one call of `backward` have the same samples and belong to one
-        pass; those of different calls have different samples."""
+        pass; those of different calls have different samples.
+        """
         for each in reversed(self._passes):
             if forward in each.forwards:
                 return each
@@ -193,7 +194,8 @@ class Bookkeeping:
 
     def must_repeat_norms(self) -> bool:
         """Returns whether the backward for the norms has to run again, because a layer turned out to be used more than
-        once. Its norms are dropped then."""
+        once. Its norms are dropped then.
+        """
         repeats, self._found_shared = self._found_shared, False
         if repeats:
             self._passes.pop()
@@ -203,7 +205,8 @@ class Bookkeeping:
         """Computes the clip factors of the newest pass, before a second backward forms its sums.
 
         The layers apply the factors to the same gradients whose norms they have computed. Scaling the outputs'
-        gradients instead would round all gradients again, and would need outputs whose first dimension is the batch."""
+        gradients instead would round all gradients again, and would need outputs whose first dimension is the batch.
+        """
         newest = self._passes[-1]
         newest.clipped = True
         factors = self._factors(newest)
@@ -222,7 +225,8 @@ class Bookkeeping:
 
         They are those of Opacus and, for a mean loss, are multiplied by the batch size, since the gradients are those
         of loss / B. A sample adds its gradient times its factor to the clipped sum, which has a norm of at most the
-        bound of the rule: that is the sensitivity of the sum."""
+        bound of the rule: that is the sensitivity of the sum.
+        """
         parameters, squares, owners = each.squared_norms(self.workspace)
         device, dtype = squares[0].device, squares[0].dtype
         same = all(s.dtype == dtype and s.device == device for s in squares)
@@ -246,7 +250,8 @@ class Bookkeeping:
 
     def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
         """Drops the samples of a pass whose norms are not finite. A factor of 0 is not enough: 0 times infinity is NaN.
-        The host waits for the norms."""
+        The host waits for the norms.
+        """
         finite = norms.isfinite()
         each.dropped = (~finite).nonzero().flatten().tolist()
         if each.dropped:
@@ -330,7 +335,8 @@ class Bookkeeping:
 
     def sort(self) -> None:
         """Sorts what is kept, so that `pop_clipped_sums` yields sums in the order of the optimizer's parameters.
-        Parameters that are used more than once come first."""
+        Parameters that are used more than once come first.
+        """
 
         def last_first(item: tuple[Layer, KeptTensors]) -> int:
             return -min(self.places[parameter] for parameter in item[1].norms)
@@ -342,7 +348,8 @@ class Bookkeeping:
         self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yields the sums of each pass in the order of the optimizer's parameters, whatever the layers have kept. Call
-        `sort` first, so that few sums wait for others."""
+        `sort` first, so that few sums wait for others.
+        """
         ready: dict[int, torch.Tensor] = {}
         parameters, place = list(self.places), 0
         for parameter, total in sums:
@@ -356,7 +363,8 @@ class Bookkeeping:
         """Yields each parameter with its clipped sum, once for every pass, and removes what was kept.
 
         Adding or removing one sample changes the sums by at most the bound of the clipping rule, in L2 norm over all
-        parameters. Call `check_norms` before the sums are used."""
+        parameters. Call `check_norms` before the sums are used.
+        """
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []

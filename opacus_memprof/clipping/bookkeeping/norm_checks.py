@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that norms are finite, and that clipped sums are not larger than their samples allow. The device does not wait
-for the host."""
+for the host.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def limit_of_batch(samples: int, rule: ClipRule) -> Limit:
 class SumCheck:
     """Checks that the norm of a clipped sum is at most the sum of the samples' bounds, asynchronously.
 
-    It runs in every step and finds large errors whatever their cause."""
+    It runs in every step and finds large errors whatever their cause.
+    """
 
     def __init__(self) -> None:
         self._of_sums: list[torch.Tensor] = []

@@ -21,7 +21,8 @@ class Arrangement:
 
     def rows(self, x: torch.Tensor, batch: int) -> int | None:
         """Returns the number of rows that `x` has for each of `batch` samples; None if it cannot be arranged like
-        this."""
+        this.
+        """
         if x.dim() <= self.dim or (batch and x.shape[self.dim] % batch):
             return None
         rows = x.shape[self.dim] // batch if batch else 1
@@ -43,7 +44,8 @@ CANDIDATES = (PLAIN, Arrangement(sample_major=False), Arrangement(dim=1))
 
 def expand_over_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
     """Returns a view of `x`, which has no batch dimension, with one in front. A first dimension of size 1 is expanded;
-    any other stays behind the new one."""
+    any other stays behind the new one.
+    """
     return (x if x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(batch, *[-1] * _rank(x))
 
 

@@ -73,7 +73,8 @@ def write_norm(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
 ):
     """Writes this program's part of a sample's squared norm and, to `lost`, whether the tiles' sum is not accurate.
-    `parts` are the sample's tiles."""
+    `parts` are the sample's tiles.
+    """
     program = tl.program_id(1)
     number = parts.dtype.element_ty
     total = tl.zeros((128,), dtype=number)

@@ -22,7 +22,8 @@ def add_noise(
     divisor: float = 1,
 ) -> None:
     """Adds Gaussian noise to every sum in place, in the order of the sums, and divides them. On CUDA one kernel draws
-    and adds it, if that gives the numbers that torch draws."""
+    and adds it, if that gives the numbers that torch draws.
+    """
 
     def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
         """Returns what the sums of one launch have in common; None if no launch adds the noise of this sum."""
@@ -46,7 +47,8 @@ def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
     """As `add_noise`, with noise that is drawn first: for several sums at once, as many as need no more memory than the
-    largest sum."""
+    largest sum.
+    """
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)
@@ -85,7 +87,8 @@ def draw_noise(
     references: list[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> list[torch.Tensor]:
     """Returns noise with the shape, dtype and device of each reference, drawn one after the other as `_generate_noise`
-    of opacus.optimizers.optimizer does."""
+    of opacus.optimizers.optimizer does.
+    """
     if secure_mode or std == 0 or any(type(each) is not torch.Tensor for each in references):
         return [opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each in references]
     return draw_normal(references, std, generator)

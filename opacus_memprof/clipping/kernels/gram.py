@@ -174,7 +174,8 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
 
 def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
     """`gram_squared_norms_cuda` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
-    gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device."""
+    gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device.
+    """
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
     kinds = {"TYPE": TYPES[g.dtype], "ALIGNMENT": 16 if is_aligned else g.element_size()}

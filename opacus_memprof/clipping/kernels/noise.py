@@ -94,7 +94,8 @@ def add_normal(address, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):
 @functools.cache
 def draws_as_torch(device: torch.device) -> bool:
     """Returns whether the kernel adds the numbers that torch draws on this device. It is tried once on two small
-    tensors: privacy depends on the noise, and nothing else would detect a kernel that was compiled wrongly."""
+    tensors: privacy depends on the noise, and nothing else would detect a kernel that was compiled wrongly.
+    """
     generators = [torch.Generator(device).manual_seed(2**40 + 1) for _ in range(2)]
     sums = [torch.zeros(size, device=device) for size in (5, 300)]
     add_normal_cuda(sums, 2.0, generators[0])

@@ -51,7 +51,8 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
 
 def least_product(dtype: torch.dtype) -> float:
     """Returns the factor by which a sum of products must exceed its number of terms, so that terms which underflow are
-    negligible."""
+    negligible.
+    """
     dtype = accumulation_dtype(dtype)
     return torch.finfo(dtype).tiny / _ERROR[dtype]
 
@@ -136,7 +137,8 @@ def formed_squared_norm(
 
 def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the squared norms of `g[n] @ a[n]` for a single token, [N]: the product of the norms of both. The
-    squares of either may be out of float32's range, so they are float64."""
+    squares of either may be out of float32's range, so they are float64.
+    """
     norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
     squares: torch.Tensor = norms[0].mul_(norms[1]).square_()
     return squares.to(accumulation_dtype(g.dtype))

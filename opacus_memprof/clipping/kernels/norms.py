@@ -48,7 +48,8 @@ _SMALL = 1 << 16  # numbers: of a sample on CUDA; of all samples on the CPU, whe
 
 def is_small(stack: torch.Tensor) -> bool:
     """Returns whether the norms and the clipped sum of `stack` are computed together with those of other stacks (see
-    small_layers.py)."""
+    small_layers.py).
+    """
     if has_kernels(stack):
         most = _SMALL * stack.shape[0]
     else:
@@ -58,7 +59,8 @@ def is_small(stack: torch.Tensor) -> bool:
 
 def defers_norms(stack: torch.Tensor) -> bool:
     """Returns whether the norms of `stack` are deferred to the optimizer's step, which computes them together with
-    those of other stacks (see small_layers.py): those of small stacks, and of single samples."""
+    those of other stacks (see small_layers.py): those of small stacks, and of single samples.
+    """
     return is_small(stack) or (stack.shape[0] == 1 and has_kernels(stack) and stack.numel() > 0)
 
 
@@ -95,7 +97,8 @@ def gradient_squared_norms(
 
 def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns `g @ a`, in float32 for low precision, as clipped sums are formed: rounding it could make a norm
-    smaller."""
+    smaller.
+    """
     if not is_low_precision(g.dtype):
         return torch.bmm(g, a)
     return torch.bmm(g, a, out_dtype=torch.float32) if g.is_cuda else torch.bmm(g.float(), a.float())

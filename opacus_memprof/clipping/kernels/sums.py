@@ -50,7 +50,8 @@ def sum_outer_products(
     g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """As `sum_products`, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns]. None if one matmul is
-    not enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead."""
+    not enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead.
+    """
     if _is_by_sample(g.mT, a):
         return None
     sums = native.sum_outer_products([(g, a)], factors.to(sum_dtype(g.dtype)), workspace.bytes)
@@ -153,7 +154,8 @@ def _sum_products(
 
 def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
     """Returns whether norms are those of gradients that a product with TF32 has formed. It rounds scaled operands
-    in another way, so a sample whose tokens cancel could add more than its bound."""
+    in another way, so a sample whose tokens cancel could add more than its bound.
+    """
     if not uses_tf32(g):
         return False
     count, rows, tokens = g.shape
@@ -162,7 +164,8 @@ def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
 
 def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """As `sum_products`, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
-    samples at a time."""
+    samples at a time.
+    """
     samples, groups, rows, _ = g.shape
     columns = a.shape[3]
     total = torch.zeros(groups, rows, columns, dtype=g.dtype, device=g.device)
@@ -175,13 +178,15 @@ def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, work
 
 def _is_split(x: torch.Tensor) -> bool:
     """Returns whether torch multiplies such matrices into float32, and two of them add up to a scaled one: the
-    exponents of float16 do not reach as far as float32's."""
+    exponents of float16 do not reach as far as float32's.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool) -> torch.Tensor:
     """Returns the product of [groups, rows, n, t] and [groups, n, t, columns], one of which is scaled: the narrower
-    one, which this copies."""
+    one, which this copies.
+    """
     if scales_left:
         left = left * scale
     else:
@@ -198,7 +203,8 @@ def _low_precision_product(
     left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool
 ) -> torch.Tensor:
     """As `_scaled_product`, in float32. On CUDA the scaled operand is the sum of two of bfloat16, whose products take
-    less time than one in float32."""
+    less time than one in float32.
+    """
     narrow, wide = (left, right) if scales_left else (right, left)
 
     def product(one: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:

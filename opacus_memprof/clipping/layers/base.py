@@ -104,7 +104,8 @@ class Layer:
     pair) are kept instead if they are smaller than its per-sample gradients.
 
     In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Neither is
-    changed."""
+    changed.
+    """
 
     any_arrangement = False  # whether dimensions between the samples and the features may have any meaning
 
@@ -124,7 +125,8 @@ class Layer:
 
     def running_parameters(self) -> list[nn.Parameter]:
         """Returns what `trainable` returns while the layer runs. Of a sharded model, these are whole parameters instead
-        of shards."""
+        of shards.
+        """
         if self.running_module is self.module:
             return self.trainable()
         own = self.module._parameters.items()
@@ -153,7 +155,8 @@ class Layer:
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the input as autocast will cast it, so that the kept tensor is the one that the layer computes
-        with."""
+        with.
+        """
         return x
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
@@ -170,12 +173,14 @@ class Layer:
 
     def terms(self, x: torch.Tensor) -> int:
         """Returns the number of products with output gradients of one channel to which an element of the input
-        contributes; for indices, the number of indices in a sample."""
+        contributes; for indices, the number of indices in a sample.
+        """
         return 1
 
     def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
         """Returns whether the norms of the weight, of which a pair is kept, are deferred to the optimizer's step (see
-        small_layers.py)."""
+        small_layers.py).
+        """
         return False
 
     def weight_squared_norms(
@@ -187,7 +192,8 @@ class Layer:
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the squared norms of the weight's per-sample gradients, [B], without keeping the gradients. On CUDA,
-        `lost` receives for which samples a clipped sum would lose digits (see KeptTensors)."""
+        `lost` receives for which samples a clipped sum would lose digits (see KeptTensors).
+        """
         raise NotImplementedError
 
     def weight_sum(
@@ -199,7 +205,8 @@ class Layer:
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the clipped sum, of the weight's shape; float32 if `g` is of low precision. `lost` has the clip
-        factors, [B] float32 on CUDA, of samples whose gradients are formed in float64; `factors` has 0 for them."""
+        factors, [B] float32 on CUDA, of samples whose gradients are formed in float64; `factors` has 0 for them.
+        """
         raise NotImplementedError
 
     # --- what is the same for all ---
@@ -227,7 +234,8 @@ class Layer:
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
         """Keeps per-sample gradients or the pair (x, g), whichever is smaller, and the exact norms unless `norms` is
-        False. Norms that are deferred to the optimizer's step are None."""
+        False. Norms that are deferred to the optimizer's step are None.
+        """
         if not norms or x is None or self.excluded or type(self).keep_function is Layer.keep_function:
             return self._keep(x, g, workspace, norms)
         # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
@@ -247,7 +255,8 @@ class Layer:
         to keep.
 
         The next tensors have the shapes, strides, dtypes and device of `x` and `g`. None if the layer has no such
-        function."""
+        function.
+        """
         return None
 
     def _keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool) -> KeptTensors:
@@ -358,7 +367,8 @@ class Layer:
 
     def is_scaled_in_place(self, parameter: nn.Parameter, stack: torch.Tensor) -> bool:
         """Returns whether the clipped sum is the gradient of a single sample, scaled in place. Only the weight's
-        gradients may be overwritten: others may be views of gradients that autograd uses."""
+        gradients may be overwritten: others may be views of gradients that autograd uses.
+        """
         is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
         is_single = stack.shape[0] == 1 and stack.numel() > 0 and stack.is_contiguous()
         return is_owned and is_single and stack.dtype == sum_dtype(parameter.dtype)

@@ -16,7 +16,8 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sli
 
 class EmbeddingLayer(Layer):
     """nn.Embedding. The pair is always kept: it is smaller than per-sample gradients unless a sample has more tokens
-    than the table has rows, and the norm can be computed from it."""
+    than the table has rows, and the norm can be computed from it.
+    """
 
     module: nn.Embedding
     any_arrangement = True

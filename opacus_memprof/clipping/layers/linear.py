@@ -90,7 +90,8 @@ class LinearLayer(MatrixLayer):
 
 class TransposedLinearLayer(LinearLayer):
     """A linear layer whose weight is [inputs, outputs], such as Conv1D of transformers: the gradient of its weight is
-    that of a linear layer with input and output gradient exchanged."""
+    that of a linear layer with input and output gradient exchanged.
+    """
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
         return Sizes(x.shape[0], 1, x.shape[1:-1].numel(), x.shape[-1], g.shape[-1])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of layers whose weight gradient is a matrix product: linear layers, and convolutions of their unfolded
-input."""
+input.
+"""
 
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class MatrixLayer(Layer):
 
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns]. There
-        must be a sample and a token."""
+        must be a sample and a token.
+        """
         raise NotImplementedError
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
@@ -47,7 +49,8 @@ class MatrixLayer(Layer):
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the tensors, [B, ..., rows] and [B, ..., columns], of which the weight's gradient is the sum of the
-        tokens' outer products. None if they would have to be copied."""
+        tokens' outer products. None if they would have to be copied.
+        """
         raise NotImplementedError
 
     def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:

@@ -68,7 +68,8 @@ class _LastDimensionsNorm(Layer):
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """Returns the weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are
-        allocated before the temporaries, as the out-of-memory advice counts them."""
+        allocated before the temporaries, as the out-of-memory advice counts them.
+        """
         dtype = accumulation_dtype(g.dtype)
         total = torch.empty(g.shape[0], *g.shape[2:], dtype=dtype, device=g.device)
         return torch.sum(self.normalize(x).mul_(g), 1, dtype=dtype, out=total)
@@ -155,7 +156,8 @@ class GroupNormLayer(Layer):
 
     def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         """Returns whether one kernel finds the gradients, in no more time than torch's. It has a program for each
-        group."""
+        group.
+        """
         if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous()):
             return False
         return cost.has_group_norm_kernel(x[:1].numel(), self.module.num_groups)

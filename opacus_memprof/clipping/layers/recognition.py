@@ -21,7 +21,8 @@ from opacus_memprof.clipping.layers.scale import ScaleLayer
 
 def recognize(name: str, module: nn.Module) -> Layer | None:
     """Returns the layer that computes what `module` does, or None. `module` must own all its parameters. It is left
-    unchanged, and so are the random number generators."""
+    unchanged, and so are the random number generators.
+    """
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")
     if weight is None or not own.keys() <= {"weight", "bias"} or len(list(module.parameters())) != len(own):
@@ -198,7 +199,8 @@ class _OnlySmooth(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises TypeError for operations other than products, sums, powers and means.
 
     What a module computes with these on a few random numbers holds for all numbers: no clamp, comparison or condition
-    depends on the values."""
+    depends on the values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ not in _SMOOTH:

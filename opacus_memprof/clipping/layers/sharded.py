@@ -89,7 +89,8 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
 
 def refuse_repetition(layer: Layer, reason: str = "") -> None:
     """Raises MemprofError, because the layer's parameters are gone when its forward would be repeated. `reason` is a
-    sentence on why it would be."""
+    sentence on why it would be.
+    """
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "
         f"when FSDP2 has freed parameters: freeze it, or use DDP. {reason}".rstrip()

@@ -160,7 +160,8 @@ class SharedGradient:
 
     def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """Returns the clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is
-        used."""
+        used.
+        """
         total: torch.Tensor | None = None
         dtype = sum_dtype(self.parameter.dtype)
         if self.stack is not None:

@@ -84,7 +84,8 @@ def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
 
 def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Returns the squared norms of `g[n] @ a[n]` for small pairs with a single token, [pairs, N]: the norm of a
-    product of vectors is the product of their norms."""
+    product of vectors is the product of their norms.
+    """
     if has_kernels(pairs[0][0]):
         from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
 

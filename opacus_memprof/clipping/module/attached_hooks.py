@@ -82,7 +82,8 @@ class AttachedHooks:
 
     def run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module between the hooks of layers and of users, as a call does, without its entry
-        hooks."""
+        hooks.
+        """
         before, after = self._entries[entry]
         args, kwargs = run_pre_hooks(entry, before, args, kwargs)
         args, kwargs = self._before_layer(entry, args, kwargs) or (args, kwargs)
@@ -152,7 +153,8 @@ def _is_tapped_first(module: nn.Module) -> bool:
 
 def _untraced(hook: Any) -> Any:
     """Keeps torch.compile, where a program uses it, from tracing a bound method: a hook is not a part of the model's
-    graph, and a tracer would reach the model from it that it is tracing."""
+    graph, and a tracer would reach the model from it that it is tracing.
+    """
     if "torch._dynamo" not in sys.modules:  # which takes seconds to import
         return hook
     function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]

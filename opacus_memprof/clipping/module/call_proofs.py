@@ -197,7 +197,8 @@ class CallProofs:
 
     def is_unproved(self, call: Call, situation: Situation, output: Any) -> bool:
         """Returns whether the forward has called its layers in an order, or computed its output by operations, that no
-        proof has seen. What made it do so, such as a global variable, need not be known."""
+        proof has seen. What made it do so, such as a global variable, need not be known.
+        """
         hooks = self.hooks
         if not hooks.batch or self.situations.check == "off":
             return False

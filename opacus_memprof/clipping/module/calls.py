@@ -72,7 +72,8 @@ class ExplainedSteps:
 
     def add(self, call: Call, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
         """Adds a forward. Returns the output, and its tensors, with aliases of these: of an output from which others
-        are computed, only what the program does with it counts."""
+        are computed, only what the program does with it counts.
+        """
         assert call.record is not None
         assert call.random is not None
         output, aliases = alias_leaves(output, [x for x, _ in outputs])

@@ -146,7 +146,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def modes(self) -> tuple[Any, Any]:
         """Returns what a proof depends on and a program may change between two forwards: the model's structure, modes,
-        hooks, replaced forwards and attributes."""
+        hooks, replaced forwards and attributes.
+        """
         return self._proofs.modes()
 
     def check_explained(self) -> None:
@@ -182,7 +183,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _note_gradient(self, name: str) -> None:
         """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, the layers' gradients
-        are compared with autograd's."""
+        are compared with autograd's.
+        """
         if not self.hooks_enabled or self.layer_hooks.is_off or self._call is not None:
             return
         if self.registry.model.training:
@@ -232,7 +234,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _refuse(self, error: MemprofError) -> None:
         """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
-        proof, which tries what may fail, it is always raised."""
+        proof, which tries what may fail, it is always raised.
+        """
         hooks = self.layer_hooks
         if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
             raise error

@@ -15,7 +15,8 @@ from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  # type: ignore[misc]
     """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871).
 
-    Its arguments and the updates of the bound are those of opacus.optimizers.AdaClipDPOptimizer."""
+    Its arguments and the updates of the bound are those of opacus.optimizers.AdaClipDPOptimizer.
+    """
 
     _is_alone = False  # samples are counted between
     sample_size: int
@@ -29,7 +30,8 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
 
     def noise_std(self) -> float:
         """Returns the standard deviation of the noise, which leaves room for the noise of the count (Theorem 1 of the
-        paper)."""
+        paper).
+        """
         if self.noise_multiplier == 0:
             return 0.0
         rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
@@ -52,7 +54,8 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
 
     def update_max_grad_norm(self) -> None:
         """Updates the bound from the noisy fraction of samples that are not clipped, as
-        AdaClipDPOptimizer.update_max_grad_norm. A step without samples leaves it."""
+        AdaClipDPOptimizer.update_max_grad_norm. A step without samples leaves it.
+        """
         if not self.sample_size:
             return
         fraction = float(self.unclipped_num) / self.sample_size

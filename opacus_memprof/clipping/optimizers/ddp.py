@@ -91,7 +91,8 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
 
     def reduce_gradients(self) -> None:
         """Sums up the gradients of all ranks, in float32 where parameters are of low precision, and copies rank 0's
-        buffers, as DDP does before each forward."""
+        buffers, as DDP does before each forward.
+        """
         waiting: list[dist.Work | None] = []
         for parameter in self.params:
             waiting.append(dist.all_reduce(parameter.summed_grad, async_op=True))

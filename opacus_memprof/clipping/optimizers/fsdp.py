@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of flash_clip under FSDP2: clipped sums are formed and reduce-scattered one layer at a time, and each
-rank adds the noise of its own shards."""
+rank adds the noise of its own shards.
+"""
 
 import hashlib
 from typing import Any

@@ -85,7 +85,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     @property
     def dropped_samples(self) -> list[int]:
         """The samples of the last step, or of the one that is not complete, that flash_clip_nonfinite="drop" has
-        dropped: indices in its batch, counted through its physical batches. Not private."""
+        dropped: indices in its batch, counted through its physical batches. Not private.
+        """
         return self.bookkeeping.dropped
 
     @property
@@ -133,7 +134,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _check_backward(self) -> None:
         """Checks that backward has delivered all gradients and, in recorded steps, only those that the outputs
-        explain."""
+        explain.
+        """
         self._follow_model()
         self.bookkeeping.check_complete(self.params, self._names)
         self._module.check_explained()
@@ -157,14 +159,16 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def begin_sum_check(self) -> None:
         """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads the result
-        after noise has been queued."""
+        after noise has been queued.
+        """
         self._sum_check = SumCheck()
         self._sum_check.add([parameter.summed_grad for parameter in self.params])
         self._sum_check.begin()
 
     def noise_bound(self) -> float:
         """Returns the bound that the noise is in proportion to: the largest bound of a sample of this step, even if
-        `max_grad_norm` has changed between its physical batches."""
+        `max_grad_norm` has changed between its physical batches.
+        """
         return self.bookkeeping.limit.bound or self.max_grad_norm
 
     def noise_std(self) -> float:
@@ -189,7 +193,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def clip_and_add_noise(self) -> None:
         """As `clip_and_accumulate`, `begin_sum_check` and `add_noise`, for some parameters at a time, so that few
-        sums are in float32 at once."""
+        sums are in float32 at once.
+        """
         self._check_backward()
         self.bookkeeping.sort()
         self._sum_check = SumCheck()

@@ -10,7 +10,8 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
     """Opacus' sampler for one of several ranks, which also yields empty batches.
 
-    Opacus leaves empty batches out: such a rank takes fewer steps than the others, which then wait forever."""
+    Opacus leaves empty batches out: such a rank takes fewer steps than the others, which then wait forever.
+    """
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         indices = torch.arange(self.total_size)
@@ -24,6 +25,7 @@ class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignor
 
 def sample_every_step(sampler: object) -> None:
     """Converts Opacus' sampler for one of several ranks to an EveryStepSampler in place, since a DataLoader does not
-    let its sampler be replaced. Other samplers are left alone."""
+    let its sampler be replaced. Other samplers are left alone.
+    """
     if type(sampler) is DistributedUniformWithReplacementSampler:
         sampler.__class__ = EveryStepSampler

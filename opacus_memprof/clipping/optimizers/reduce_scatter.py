@@ -94,7 +94,8 @@ def _redistribute(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[
 
 def _reduce_scatter_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
     """Reduce-scatters sums that are sharded by rows in one message: for each rank its rows of all sums, padded to as
-    many as the first rank's. Takes the host a tenth of the time of `_redistribute`."""
+    many as the first rank's. Takes the host a tenth of the time of `_redistribute`.
+    """
     parameters = [parameter for parameter, _ in some]
     lengths = [-(-total.shape[0] // ranks) * total.shape[1:].numel() for _, total in some]
     if len(some) == 1 and ranks * lengths[0] == some[0][1].numel():

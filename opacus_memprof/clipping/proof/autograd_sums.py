@@ -16,7 +16,8 @@ def autograd_gradients(
     """Returns the gradients of parameters by plain autograd; None for parameters that the outputs do not depend on.
 
     It calls `backward` rather than `grad`, which reentrant checkpoints do not support. The parameters' own gradients
-    stay as they were."""
+    stay as they were.
+    """
     before = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -98,7 +99,8 @@ def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
     """Returns by how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which
-    rounds in another order."""
+    rounds in another order.
+    """
     if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 1e-2
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)

@@ -193,7 +193,8 @@ def check_explained(
 
 def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Yields the sums of what a pass has kept, with all factors 1, or those that it has already clipped. Nothing is
-    released."""
+    released.
+    """
     yield from each.sums.items()
     if each.clipped:
         return

@@ -54,7 +54,8 @@ class ModelState:
 
     def modes(self) -> tuple[Any, ...]:
         """Returns the training flags, the classes, the hooks of users, the forwards that are replaced on instances, and
-        the attributes that are plain values."""
+        the attributes that are plain values.
+        """
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
         return (
@@ -126,7 +127,8 @@ class Attributes:
 
     def _find(self) -> None:
         """Finds the values. What holds other objects, or more of them, in every step is left out. A model whose modules
-        get other attributes in every step is searched a few times only, since that takes milliseconds."""
+        get other attributes in every step is searched a few times only, since that takes milliseconds.
+        """
         self._searches += 1
         self._search()
         places: dict[int, tuple[Mapping[Any, Any], list[Any]]] = {}
@@ -315,7 +317,8 @@ class Arguments:
 
 def size_class(batch: int) -> int:
     """Returns a number that batches of nearly the same size share: small ones have one each, others one for each power
-    of 2."""
+    of 2.
+    """
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 

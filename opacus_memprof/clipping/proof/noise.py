@@ -61,7 +61,8 @@ def _wrong_size(draws: Mapping[str, list[torch.Tensor]], std: float) -> str | No
 
 def _dependent(draws: Mapping[str, list[torch.Tensor]]) -> str | None:
     """Compares each parameter's noise with that of the step before, of the parameter before, and of the first of its
-    size: generators that are seeded alike draw the same numbers."""
+    size: generators that are seeded alike draw the same numbers.
+    """
     first_of_size: dict[int, str] = {}
     previous: str | None = None
     for name, each in draws.items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a probe keeps of a forward. Tensors are kept as sums over blocks of neighbours: a first step, which the probe
-precedes, would otherwise need more memory than those that follow it."""
+precedes, would otherwise need more memory than those that follow it.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +110,7 @@ def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
 
 def _sums_without_large(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns, for masks with infinities or the lowest number of their type, the sums of the other numbers and the
-    count of those."""
+    count of those.
+    """
     is_large = ~(blocks.abs() < 1e4)
     return _signed_sums(blocks.masked_fill(is_large, 0)), is_large.sum(-1).to(blocks.dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the steps of Opacus' own modes: the clipped sum that a mode found is compared with clipping by hand, before
-noise is drawn and anything is changed."""
+noise is drawn and anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +194,8 @@ class StepCheck:
 
     def _add_of_all_ranks(self, forwards: list[ForwardByHand], parameters: list[nn.Parameter]) -> None:
         """Adds the clipped gradients of all ranks' samples. The ranks run the model together: what one of them finds
-        ends it for all, so that none waits."""
+        ends it for all, so that none waits.
+        """
         agreement = self._agreement
         assert agreement is not None
         ((fewest, most),) = agreement.settle(None, [len(forwards)])

@@ -154,7 +154,8 @@ class Probe(SampleForwards):
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
         """Returns the layouts, and the layers that have to be repeated with what is around them. `shared` has the
-        layouts of layers whose outputs are already expanded over the batch."""
+        layouts of layers whose outputs are already expanded over the batch.
+        """
         self.hooks.layouts = dict(shared)
         try:
             forwards = [self.forward(samples, observe=True) for samples in self.samples]
@@ -242,7 +243,8 @@ class Probe(SampleForwards):
 
     def _find_outputs(self, outputs: list[list[Any]]) -> list[Arrangement | None]:
         """Returns where the output's tensors have the samples. Raises MemprofError if samples mix in an output that has
-        them."""
+        them.
+        """
         found: list[Arrangement | None] = []
         for leaves in zip(*outputs, strict=False):
             if leaves[0].meta.shape == leaves[2].meta.shape:

@@ -21,7 +21,8 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Makes autograd save tensors as they are inside the context: a checkpoint around the model would take the tensors
-    of a proof for its own."""
+    of a proof for its own.
+    """
     autograd: Any = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:

@@ -165,7 +165,8 @@ class Prover:
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
         """As `mixing`, of the first samples without the others: what a sample gets may depend on their number, too.
-        Random numbers would be others in a smaller batch."""
+        Random numbers would be others in a smaller batch.
+        """
         count = self.program.batch // 2
         if count < 1:
             return []
@@ -360,7 +361,8 @@ _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2
 
 def _agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak: bool) -> bool:
     """Whether two runs agree in everything for the kept samples, and no other sample gets a gradient where it must
-    not. The host waits once, and not for every layer."""
+    not. The host waits once, and not for every layer.
+    """
     if base.places != other.places or base.rows.kinds != other.rows.kinds:
         return False
     if not base.places:

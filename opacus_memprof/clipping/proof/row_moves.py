@@ -89,7 +89,8 @@ class _Modules:
 
     def closed(self) -> list[tuple[nn.Module, set[nn.Module]]]:
         """Returns the modules in which rows are moved at least twice: there, and back. A single move is its
-        parent's."""
+        parent's.
+        """
         found = []
         moves = dict(self.moves)
         while moves:
@@ -111,7 +112,8 @@ class _Modules:
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows which tensors depend on the inputs, and counts operations that move their rows by an index that does,
-    too."""
+    too.
+    """
 
     def __init__(self, modules: _Modules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

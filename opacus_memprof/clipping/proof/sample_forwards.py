@@ -26,7 +26,8 @@ SIZE = len(SAMPLES[0])
 @dataclass
 class SampleForward:
     """What is known of a forward: the summaries of its output's tensors, the calls of layers, and the ids of parameters
-    that are used outside of these."""
+    that are used outside of these.
+    """
 
     outputs: list[Any]
     observations: list[Observation]
@@ -68,7 +69,8 @@ class SampleForwards:
 
     def forward(self, samples: Sequence[int], observe: bool = False) -> SampleForward:
         """Returns a forward with a graph, for a model may return other outputs without gradients, but without its
-        tensors."""
+        tensors.
+        """
         try:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
                 return self._run_forward(samples, observe)

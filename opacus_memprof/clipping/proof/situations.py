@@ -45,7 +45,8 @@ Order = list[tuple["Layer | None", bool]]
 
 def order_of(trace: Sequence[Layer | None]) -> Order:
     """The layers in the order of their first calls, each with whether it is called once. How often a recurrent layer is
-    called depends on the lengths of samples."""
+    called depends on the lengths of samples.
+    """
     counts = Counter(trace)
     return [(layer, count == 1) for layer, count in counts.items()]
 
@@ -231,7 +232,8 @@ class Situations:
 
     def _doubts_of(self, probe: Probe, situation: Situation, random: RandomState, count: int) -> list[Doubt]:
         """What is not proved, on so many samples: all, more in a small batch, or fewer where memory does not allow
-        all."""
+        all.
+        """
         batch, leaves = self.hooks.batch, probe.leaves
         if count > batch:
             leaves = probe.leaves_of(range(count))

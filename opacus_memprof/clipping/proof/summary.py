@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a proof keeps of a tensor: a few numbers for each sample, which tell whether another tensor has the same bits
-there, and if not, how far it is away."""
+there, and if not, how far it is away.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ class ManyRows:
 
     def numbers(self) -> tuple[torch.Tensor, ...]:
         """Hashes [R, B], projections [R, B, 4], norms [R, B] and largest absolute values [R, B]; see Rows. On the
-        device of the first tensor, in float64."""
+        device of the first tensor, in float64.
+        """
         self._summarize()
         device = self._parts[0][0].device
         order = torch.tensor(self._places).argsort().to(device)
@@ -175,7 +177,8 @@ def _random(
 @functools.lru_cache(maxsize=64)
 def _of_blocks(first: int, count: int, real: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What tells blocks of columns from one another: odd integers, [count], and factors of the projections,
-    [count, 4]."""
+    [count, 4].
+    """
     generator = torch.Generator().manual_seed(_SEED + 1)
     odd = torch.randint(0, 2**61, (first + count,), generator=generator) * 2 + 1
     scales = torch.randn(first + count, _PROJECTIONS, generator=generator, dtype=real)
@@ -190,6 +193,7 @@ def release() -> None:
 
 def halves(batch: int) -> list[list[bool]]:
     """For each binary digit of the samples' indices, and for 0 and 1: which samples have it. Every ordered pair of
-    samples is separated by one of these."""
+    samples is separated by one of these.
+    """
     count = max(1, (batch - 1).bit_length())
     return [[(n >> b) & 1 == v for n in range(batch)] for b in range(count) for v in (0, 1)]

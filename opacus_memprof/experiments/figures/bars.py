@@ -48,7 +48,8 @@ def labels(rows: Sequence[Row]) -> list[str]:
 
 def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
     """Draws the peak of each run by category. The bar of a run that failed is hatched, and the allocation that failed
-    is a dashed bar on top of the bytes in use then."""
+    is a dashed bar on top of the bytes in use then.
+    """
     texts = [_peak_text(row) for row in rows]
     failed = [row for row in rows if not row.finished]
     stacked_bars(axes, labels(rows), [row.bytes for row in rows], texts=texts if failed else None)

@@ -73,7 +73,8 @@ def _value(row: Row, size: str) -> int:
 
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
     """Draws a line for each combination of the other sizes. Colours stand for the one with most values, markers for the
-    next, dashes for the last."""
+    next, dashes for the last.
+    """
     ordered = sorted(others, key=lambda other: -len(others[other]))
     styles = {other: _line_styles(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
     values = sorted({value for line in lines for value, _ in line})

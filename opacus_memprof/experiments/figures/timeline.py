@@ -35,7 +35,8 @@ _STRIP = (0.94, 1.0)  # of the height: the phases
 
 def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
     """Draws a panel for each run, on the same scale of bytes: live bytes by category while it trains, and its phases.
-    Set-up is shown only if the peak is in it."""
+    Set-up is shown only if the peak is in it.
+    """
     columns = 1 if len(rows) <= 6 else 2 if len(rows) <= 12 else 3
     lines = math.ceil(len(rows) / columns)
     size = (12, 5) if len(rows) == 1 else (11 if columns == 1 else 8 * columns, 1 + 2.5 * lines)
@@ -62,7 +63,8 @@ def _title(row: Row) -> str:
 
 def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
     """Draws stacked categories, the peak, the allocation that failed, and above them the phases. Returns the phases.
-    Events count from the end of set-up."""
+    Events count from the end of set-up.
+    """
     axes.set_title(_title(row))
     result, timeline = row.result, row.result.timeline
     if not timeline.event:

@@ -53,7 +53,8 @@ def _theme_variables() -> str:
 
 def _hash(text: str) -> str:
     """The hash of a script or style for the page's Content-Security-Policy: nothing else is run, whatever a name
-    contains."""
+    contains.
+    """
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

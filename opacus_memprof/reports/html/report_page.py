@@ -195,7 +195,8 @@ def _largest_modules(modules: Groups, count: int) -> Groups:
 
 def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
     """The encoded timelines of a run's devices, of about `max_bytes` bytes each: those of the profile, or finer ones
-    from the events of a run that has ended."""
+    from the events of a run that has ended.
+    """
     profile = view.profile
     events = profile.events.recorded
     timelines = {name: device.timeline for name, device in profile.devices.items()}

@@ -26,7 +26,8 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 
 def advise(case: Case) -> list[Suggestion]:
     """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then the
-    others, largest saving first."""
+    others, largest saving first.
+    """
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
     return sorted(
         found, key=lambda each: (each.fits is False, each.change if each.fits is not False else 0, -each.saved)

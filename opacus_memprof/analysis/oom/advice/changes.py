@@ -28,7 +28,8 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
     """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits. If batch sizes vary, as in
-    Poisson sampling, this also bounds later, larger batches."""
+    Poisson sampling, this also bounds later, larger batches.
+    """
     found = largest_that_fits(case, case.peak)
     if found is None or case.samples is None or not case.shapes.mode:
         return
@@ -65,7 +66,8 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     the batch is returned.
 
     The clipped sums of the previous physical batch may fragment the memory that the next one needs. A fifth of the
-    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits."""
+    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits.
+    """
     if case.samples is None:
         return None
     parts = [math.ceil(case.samples / count) for count in range(2, case.samples + 1)]
@@ -129,7 +131,8 @@ def adopted_samples(case: Case) -> Iterator[Suggestion]:
 
 def another_mode(case: Case) -> Iterator[Suggestion]:
     """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
-    does not fit."""
+    does not fit.
+    """
     step = case.step
     if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast"):
         return
@@ -194,7 +197,8 @@ def _why(step: Step, mode: str) -> str:
 
 def checkpoints(case: Case) -> Iterator[Suggestion]:
     """Suggests activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
-    activations, one unit at a time. Ghost clipping is excluded, because it runs backward twice."""
+    activations, one unit at a time. Ghost clipping is excluded, because it runs backward twice.
+    """
     step = case.step
     if step is None or step.mode not in ("", "hooks", "functorch"):
         return
