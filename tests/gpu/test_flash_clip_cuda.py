@@ -380,7 +380,7 @@ def peak_of_backward(mode: str, tokens: int, **options: Any) -> int:
 def test_no_tokens_by_tokens_matrix() -> None:
     tokens = 8192
     assert peak_of_backward("ghost", tokens) > 2 * tokens * tokens * 4
-    assert peak_of_backward("flash_clip", tokens, flash_clip_workspace_mb=8) < tokens * tokens * 4 / 8
+    assert peak_of_backward("flash_clip", tokens, flash_clip_workspace_mb=8, check="off") < tokens * tokens * 4 / 8
 
 
 @pytest.mark.true_numbers
