@@ -8,6 +8,7 @@ random tokens on the GPU (or a small one on the CPU) and prints JSON: ratios are
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,7 @@ def main() -> None:
     times = [seconds(step, device)]
     found["first step, sometimes, s"] = times[0]
     found["peak of the first step, GiB"] = peak(device)
+    print(json.dumps(found, indent=1), file=sys.stderr)  # what is known if the checks take too long
     times += [seconds(step, device) for _ in range(64)]
     usual = statistics.median(times[1:])
     # Checks at forwards 2, 4, 8, ..., 64: as many again until 1 024.
