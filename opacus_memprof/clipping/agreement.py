@@ -117,7 +117,7 @@ class Agreement:
             added: list[float] = total.tolist()
         return added
 
-    def settle(self, error: MemprofError | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
+    def settle(self, error: Exception | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Ends a stage that each rank ran alone: if it failed on one rank, it fails on all, so that none waits forever.
 
         Args:
@@ -128,7 +128,7 @@ class Agreement:
             The lowest and the highest of each number on all ranks.
 
         Raises:
-            MemprofError: `error`, or that another rank had one.
+            MemprofError: another rank had an error. This rank raises `error`.
         """
         own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
         with self._on_own_stream:
@@ -140,6 +140,46 @@ class Agreement:
         if failed:
             raise MemprofError(f"rank {failed - 1} could not take this step, and says why; the other ranks stop too.")
         return [(-low, high) for high, low in zip(found[: len(numbers)], found[len(numbers) :], strict=True)]
+
+
+class Lockstep:
+    """Keeps ranks together that run the same forwards, each of which needs the parameters of all ranks.
+
+    A rank that ran another number of forwards than the others would leave them waiting.
+
+    Args:
+        agreement: of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self._is_over = False
+
+    def begin_forward(self) -> None:
+        """Raises MemprofError on all ranks unless all of them begin a forward."""
+        self._settle(None, True)
+
+    def end(self, error: Exception | None) -> None:
+        """Ends the forwards of this rank.
+
+        Args:
+            error: why they ended, which this rank raises.
+
+        Raises:
+            MemprofError: the other ranks do not end here, or had an error.
+        """
+        if not self._is_over:
+            self._settle(error, False)
+
+    def _settle(self, error: Exception | None, is_forward: bool) -> None:
+        self._is_over = True  # for all ranks, unless they agree
+        [(fewest, most)] = self.agreement.settle(error, [is_forward])
+        if fewest != most:
+            raise MemprofError(
+                "the ranks get different results from the same samples, so that clipping cannot be proved: make what "
+                "the model computes depend on its arguments and modes, and not on the rank."
+            )
+        self._is_over = False
 
 
 class KeptRefusal:

@@ -25,8 +25,14 @@ from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, 
 from opacus_memprof.clipping.proof.outputs import is_compiled, tensors_in
 from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.schedule import is_checked, is_explained
-from opacus_memprof.clipping.proof.situations import Situation, Situations, order_of
+from opacus_memprof.clipping.proof.situations import Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError
+
+_CHANGES_EACH_TIME = (
+    "the model calls its layers in another order each time, or computes its output by other operations, also from the "
+    "same random numbers, so that its clipping cannot be proved: make what it computes depend on torch's, NumPy's or "
+    "Python's random numbers alone."
+)
 
 
 class CallProofs:
@@ -70,8 +76,9 @@ class CallProofs:
         self._modes: tuple[Any, ...]
         self._structure, self._modes = self.modes()
         trained = registry.parameter_names()
+        agreement = None if self.joint is None else self.joint.agreement
         self.situations = Situations(
-            registry, self.hooks, self.bookkeeping.workspace, check, self.run, self.attach, trained
+            registry, self.hooks, self.bookkeeping.workspace, check, self.run, self.attach, trained, agreement
         )
 
     def modes(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -191,6 +198,7 @@ class CallProofs:
             is_checked_again |= not next_proof.is_new
             if next_proof.is_new and next_proof.is_own:
                 self.situations.known[call.key] = new
+                call.is_proved = True
 
     def _is_explained(self, forward: int) -> bool:
         return not self.registry.is_sharded and is_explained(self.situations.check, forward)
@@ -205,8 +213,6 @@ class CallProofs:
         return order_of(hooks.trace) not in situation.traces or self._has_new_patterns(call, situation, output)
 
     def _has_new_patterns(self, call: Call, situation: Situation, output: Any) -> bool:
-        if self.registry.is_sharded:  # a proof needs all ranks, of which others may have no new operations
-            return False
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         inputs = [x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, torch.Tensor)]
         patterns = native.graph_patterns(outputs, inputs, self.hooks.batch)
@@ -216,6 +222,46 @@ class CallProofs:
             situation.patterns.update(patterns)
             return False
         return True
+
+    def prove_order_on_all_ranks(self, call: Call, random: RandomState, output: Any) -> None:
+        """Proves on all ranks what a forward on one of them has done in a new order or by new operations (FSDP2).
+
+        All ranks call it after each forward.
+
+        Raises:
+            MemprofError: clipping would not be exact, or a layer would have to be followed in another way.
+        """
+        assert self.joint is not None
+        hooks, situation = self.hooks, call.situation
+        if self.situations.check == "off":
+            return
+        batch, order = hooks.batch, order_of(hooks.trace)
+        is_new = situation is not None and self.is_unproved(call, situation, output)
+        description = call.key[2:4], [(layer and layer.describe(), once) for layer, once in order]
+        error: MemprofError | None = None
+        while True:
+            need = 2 * is_new
+            next_proof = self.joint.next(call.args, call.kwargs, batch, description, need, random, error)
+            if next_proof is None:
+                break
+            hooks.batch = next_proof.batch
+            new = self._prove(call.entry, next_proof.args, next_proof.kwargs, next_proof.random)
+            hooks.batch = batch
+            if situation is None or not (is_new and next_proof.is_own):
+                continue
+            is_new, call.is_proved = False, True
+            if any(situation.layouts.get(layer) != layout for layer, layout in new.layouts.items()):
+                error = MemprofError(
+                    "the model calls its layers in a new order, in which they have their samples elsewhere, which "
+                    "flash_clip cannot follow under FSDP2: make what it computes depend on its arguments and modes "
+                    "alone."
+                )
+            elif order not in new.traces or self._has_new_patterns(call, new, output):
+                error = MemprofError(_CHANGES_EACH_TIME)
+            else:
+                self._add_order(situation, order, new)
+        if situation is not None:
+            hooks.layouts, hooks.plain = situation.layouts, situation.plain
 
     def prove_order(self, call: Call, situation: Situation, random: RandomState, output: Any) -> Any:
         """Proves a forward that has called its layers in a new order, or computed its output by new operations.
@@ -246,18 +292,9 @@ class CallProofs:
             ) from error
         call.is_proved = True
         if order not in new.traces or self._has_new_patterns(call, new, output):
-            raise MemprofError(
-                "the model calls its layers in another order each time, or computes its output by other operations, "
-                "also from the same random numbers, so that its clipping cannot be proved: make what it computes "
-                "depend on torch's, NumPy's or Python's random numbers alone."
-            )
+            raise MemprofError(_CHANGES_EACH_TIME)
         if is_same:
-            if order not in situation.traces:
-                situation.traces.append(order)
-            if situation.record is not None:
-                situation.record.orders += 1
-                self._note_proof(situation)
-            situation.patterns |= new.patterns
+            self._add_order(situation, order, new)
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
         else:
             situations.known[call.key] = call.situation = new
@@ -266,3 +303,12 @@ class CallProofs:
                 new.record.begin_forward(hooks.batch)
                 self._note_proof(new)
         return output
+
+    def _add_order(self, situation: Situation, order: Order, proof: Situation) -> None:
+        """Adds to a situation an order of layer calls, and operations, that a proof has seen."""
+        if order not in situation.traces:
+            situation.traces.append(order)
+        situation.patterns |= proof.patterns
+        if situation.record is not None:
+            situation.record.orders += 1
+            self._note_proof(situation)

@@ -336,10 +336,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "it."
             ) from call.cannot_run
         situation = call.situation
-        if situation is not None and call.random is not None and self._proofs.is_unproved(call, situation, output):
+        if call.random is not None:
             self._call, call.depth = call, 1
             try:
-                output = self._proofs.prove_order(call, situation, call.random, output)
+                if self._proofs.joint is not None:
+                    self._proofs.prove_order_on_all_ranks(call, call.random, output)
+                elif situation is not None and self._proofs.is_unproved(call, situation, output):
+                    output = self._proofs.prove_order(call, situation, call.random, output)
             finally:
                 self._call, call.depth = None, 0
         tensors = tensors_in(output)

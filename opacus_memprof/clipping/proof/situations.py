@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_memprof.clipping.agreement import Agreement, Lockstep
 from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.clipping.forwards.arrangement import Arrangement
 from opacus_memprof.clipping.forwards.module_state import restoring_state
@@ -40,6 +41,7 @@ _SHARE = 16
 """A situation that is checked again is checked with this part of the batch."""
 
 
+Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Order = list[tuple["Layer | None", bool]]
 
 
@@ -89,6 +91,7 @@ class Situations:
         run: calls a module with arguments, between the hooks of layers.
         attach: puts hooks on modules of layers that are new.
         trained: names of the trained parameters.
+        agreement: of the ranks, under FSDP2.
     """
 
     def __init__(
@@ -97,13 +100,15 @@ class Situations:
         hooks: LayerHooks,
         workspace: Workspace,
         check: Check,
-        run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+        run: Run,
         attach: Callable[[], None],
         trained: dict[nn.Parameter, str],
+        agreement: Agreement | None = None,
     ) -> None:
         self.units, self.hooks, self.workspace = units, hooks, workspace
         self.check: Check = check if knows_numbers else "off"
         self.run, self.attach, self.trained = run, attach, trained
+        self.agreement = agreement
         self.arguments = Arguments()
         self.known: dict[Any, Situation] = {}
 
@@ -119,10 +124,29 @@ class Situations:
             MemprofError: it is not, or it cannot be proved.
             CannotRunError: the module cannot run on other samples.
         """
+        if self.agreement is None:
+            return self._prove(entry, args, kwargs, random, self.run)
+        ranks = Lockstep(self.agreement)
+
+        def run(entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            ranks.begin_forward()
+            return self.run(entry, args, kwargs)
+
+        try:
+            situation = self._prove(entry, args, kwargs, random, run)
+        except Exception as error:
+            ranks.end(error)
+            raise
+        ranks.end(None)
+        return situation
+
+    def _prove(
+        self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState, call: Run
+    ) -> Situation:
         hooks = self.hooks
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self.run(entry, args, kwargs)
+            return call(entry, args, kwargs)
 
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
