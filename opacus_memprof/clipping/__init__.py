@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip: exact per-sample clipping that never forms a T x T matrix. See docs/flash_clip.md.
 
-The names of this package are imported when they are first accessed, so that cost, which needs no torch, can be
-imported without it.
+Names are imported on first access. `clipping.cost`, which needs no torch, can therefore be imported without it.
 """
 
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models several processes may train together, each on its own samples, and what the ranks tell each other."""
+"""Data-parallel models that flash_clip supports, and communication between their ranks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,25 +19,26 @@ _WRAPPERS = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParall
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Returns whether every rank has the whole model, in DDP or in Opacus' wrapper of that purpose."""
+    """Returns whether the module is DDP or Opacus' DDP wrapper, so that every rank has the whole model."""
     return isinstance(module, _WRAPPERS)
 
 
 def spans_ranks(module: nn.Module) -> bool:
-    """Returns whether several ranks train the model together, whole or in parts."""
+    """Returns whether several ranks train the model, replicated or sharded."""
     parallel = (*_WRAPPERS, FullyShardedDataParallel, FSDPModule)
     parts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     return parts or any(isinstance(each, parallel) for each in module.modules())
 
 
 def inner_model(module: nn.Module) -> nn.Module:
-    """Returns the model inside DDP or Opacus' wrapper; any other module is returned as it is."""
+    """Returns the model inside DDP or Opacus' DDP wrapper; returns any other module unchanged."""
     return module.module if isinstance(module, _WRAPPERS) else module
 
 
 def computing_device(parameter: torch.Tensor) -> torch.device:
-    """Returns the device on which layers compute with a parameter. Under FSDP2's CPUOffloadPolicy its shards are
-    elsewhere.
+    """Returns the device on which layers compute with a parameter.
+
+    Under FSDP2's CPUOffloadPolicy the parameter's shards are on the CPU instead.
     """
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type:
         kind = parameter.device_mesh.device_type
@@ -46,10 +47,12 @@ def computing_device(parameter: torch.Tensor) -> torch.device:
 
 
 def prepare_replicated(module: nn.Module) -> None:
-    """Keeps DDP from reducing gradients in backward: flash_clip has none there, and reduces clipped sums in the step.
+    """Keeps DDP from reducing gradients in backward.
+
+    flash_clip has no gradients there; its optimizer reduces the clipped sums in the step.
 
     Raises:
-        MemprofError: the wrapper has options that flash_clip cannot follow.
+        MemprofError: the wrapper has options that flash_clip does not support.
     """
     if any(isinstance(each, _WRAPPERS) for each in inner_model(module).modules()):
         raise MemprofError("a part of the model is in DistributedDataParallel by itself; wrap the whole model once.")
@@ -73,7 +76,7 @@ def prepare_replicated(module: nn.Module) -> None:
 
 
 def let_reducer_run(module: nn.Module, enabled: bool) -> None:
-    """Sets whether DDP reduces gradients in backward, as `no_sync` does. Other modules are left alone."""
+    """Turns DDP's gradient reduction in backward on or off, as `no_sync` does. Does nothing for other modules."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = module.require_forward_param_sync = enabled
 
@@ -82,25 +85,25 @@ class Agreement:
     """Communication between ranks. Every method is a collective: all ranks call it, in the same order.
 
     Args:
-        device: where the backend has its tensors.
+        device: the device of the tensors that the process group's backend communicates.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        # So that the host waits for the other ranks, and not for what this rank's device has still to do.
+        # The host waits for the other ranks only, not for work that is queued on this rank's device.
         self._on_own_stream: AbstractContextManager[Any] = nullcontext()
         if device.type == "cuda":
             self._on_own_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def check_same(self, what: dict[str, Any]) -> None:
-        """Raises MemprofError on all ranks, naming the first difference, unless `what` is equal on all of them."""
+        """Raises MemprofError on all ranks, naming the first difference, unless `what` is equal on all ranks."""
         found: list[dict[str, Any] | None] = [None] * self.world_size
         dist.all_gather_object(found, what)
         first = found[0]
         for rank, other in enumerate(found):
-            if first is None or other is None:  # simulated ranks, one without the others
+            if first is None or other is None:  # a simulated rank runs without the others
                 continue
             for key in [*first, *(other.keys() - first.keys())]:
                 if first.get(key) != other.get(key):
@@ -118,17 +121,17 @@ class Agreement:
         return added
 
     def settle(self, error: Exception | None, numbers: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Ends a stage that each rank ran alone: if it failed on one rank, it fails on all, so that none waits forever.
+        """Ends a stage that each rank ran alone: if it failed on one rank, it raises on all, so none waits forever.
 
         Args:
-            error: what was raised on this rank.
-            numbers: as many on every rank.
+            error: the error of this rank, or None.
+            numbers: numbers to compare; every rank passes equally many.
 
         Returns:
-            The lowest and the highest of each number on all ranks.
+            The lowest and the highest value of each number over all ranks.
 
         Raises:
-            MemprofError: another rank had an error. This rank raises `error`.
+            MemprofError: another rank failed. A rank with an `error` raises that instead.
         """
         own = [0 if error is None else self.rank + 1, *numbers, *(-number for number in numbers)]
         with self._on_own_stream:
@@ -138,7 +141,9 @@ class Agreement:
                 raise error
             failed, *found = reduced.tolist()
         if failed:
-            raise MemprofError(f"rank {failed - 1} could not take this step, and says why; the other ranks stop too.")
+            raise MemprofError(
+                f"rank {failed - 1} could not take this step and reports the reason; the other ranks stop too."
+            )
         return [(-low, high) for high, low in zip(found[: len(numbers)], found[len(numbers) :], strict=True)]
 
 
@@ -183,14 +188,14 @@ class Lockstep:
 
 
 class KeptRefusal:
-    """The first error since the last step, when several ranks train one model.
+    """Defers an error to the next step when several ranks train one model.
 
-    A rank that raised it at once would leave the others waiting for its gradients. Its program continues instead,
-    without gradients, and the step raises on every rank.
+    If a rank raised at once, the other ranks would wait for its gradients forever. Its program continues without
+    gradients instead, and the step raises on every rank.
 
     Attributes:
         is_deferred: whether errors are raised in the step; otherwise at once.
-        error: the error that the next step raises.
+        error: the first error since the last step, which the next step raises.
     """
 
     def __init__(self) -> None:
@@ -198,17 +203,17 @@ class KeptRefusal:
         self.error: MemprofError | None = None
 
     def add(self, error: MemprofError) -> None:
-        """Keeps an error for the step, or raises it.
+        """Stores an error for the next step, or raises it if errors are not deferred.
 
         Raises:
-            MemprofError: the error, if errors do not wait.
+            MemprofError: the error, if errors are not deferred.
         """
         if not self.is_deferred:
             raise error
         self.error = self.error or error
 
     def pop(self) -> None:
-        """Raises the kept MemprofError, if any, and forgets it."""
+        """Raises the stored MemprofError, if any, and clears it."""
         error, self.error = self.error, None
         if error is not None:
             raise error

@@ -21,17 +21,17 @@ OWN_MODES = ("flash_clip", "auto")
 ADAPTIVE = frozenset(
     ("target_unclipped_quantile", "clipbound_learning_rate", "max_clipbound", "min_clipbound", "unclipped_num_std")
 )
-"""What opacus.optimizers.AdaClipDPOptimizer takes beside the arguments of DPOptimizer."""
+"""Arguments that opacus.optimizers.AdaClipDPOptimizer has in addition to those of DPOptimizer."""
 
 _FREE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def by_name(method: _Method) -> _Method:
-    """Decorates a method of an engine that takes its arguments by name, as Opacus' do.
+    """Decorates an engine's method that takes keyword arguments only, as Opacus' methods do.
 
-    Arguments by position, unknown names and options of another mode raise MemprofError. The engine's
-    `_extra_arguments(name, given)` returns the names that the signature does not list.
+    The decorated method raises MemprofError for positional arguments, unknown names and options of another mode. The
+    engine's `_extra_arguments(name, given)` returns names that are valid although the signature does not list them.
     """
 
     @functools.wraps(method)
@@ -57,7 +57,7 @@ def named_parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def accountant_arguments(accountant: Any) -> set[str]:
-    """Returns the names that make_private_with_epsilon passes on to the search for the noise multiplier."""
+    """Returns the names that make_private_with_epsilon passes to the search for the noise multiplier."""
     search = named_parameters(get_noise_multiplier) - {
         "target_epsilon", "target_delta", "sample_rate", "epochs", "steps", "accountant",
     }  # fmt: skip
@@ -101,24 +101,24 @@ def check_noise_multiplier(value: Any) -> None:
 
 
 def check_bound(value: Any, clipping: str) -> None:
-    """Raises MemprofError unless `value` is a finite positive number or, for "per_layer", a list of them."""
+    """Raises MemprofError unless `value` is positive and finite or, for "per_layer", a list of such numbers."""
     if clipping == "per_layer":
         if not isinstance(value, (list, tuple)) or not value or not all(map(is_bound, value)):
             raise MemprofError(
-                f"max_grad_norm is {value!r}; clipping='per_layer' needs a list with one positive number, which is "
-                "finite, for each trainable parameter"
+                f"max_grad_norm is {value!r}; clipping='per_layer' needs a list with one positive and finite "
+                "number for each trainable parameter"
             )
     elif not is_bound(value):
         raise MemprofError(
-            f"max_grad_norm is {value!r}; clipping={clipping!r} needs one positive number, which is finite: the "
+            f"max_grad_norm is {value!r}; clipping={clipping!r} needs one positive and finite number: the "
             "standard deviation of the noise is proportional to it"
         )
 
 
 def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
-    """Raises MemprofError unless the budget is one that a search for the noise can end with."""
+    """Raises MemprofError unless noise can be searched for with this privacy budget: all three values are in range."""
     if not is_bound(target_epsilon):
-        raise MemprofError(f"target_epsilon is {target_epsilon!r}; it must be a positive number, and a finite one.")
+        raise MemprofError(f"target_epsilon is {target_epsilon!r}; it must be a positive and finite number.")
     if not 0 < _as_number(target_delta) < 1:
         raise MemprofError(
             f"target_delta is {target_delta!r}; it must be between 0 and 1: less than 1 / (number of samples)."
@@ -128,10 +128,10 @@ def check_budget(target_epsilon: Any, target_delta: Any, epochs: Any) -> None:
 
 
 def check_schedule(check: Check | None, mode: str) -> Check:
-    """Returns which steps are checked: `check`, or the mode's default.
+    """Returns the schedule of checks: `check`, or the mode's default if `check` is None.
 
     Raises:
-        MemprofError: there is no such schedule.
+        MemprofError: the schedule is unknown.
     """
     if check is None:
         return "sometimes" if mode in OWN_MODES else "off"
@@ -147,7 +147,7 @@ def check_nonfinite(nonfinite: Nonfinite) -> None:
 
 
 def check_passes(passes: Passes, name: str) -> None:
-    """Raises MemprofError, which calls the argument `name`, unless `passes` is "auto", 1 or 2."""
+    """Raises MemprofError unless `passes` is "auto", 1 or 2. The message calls the argument `name`."""
     if passes not in get_args(Passes):
         raise MemprofError(f"{name} is {passes!r}; it must be 'auto', 1 or 2.")
 
@@ -159,10 +159,10 @@ def is_bound(value: Any) -> bool:
 
 
 def _as_number(value: Any) -> float:
-    """Converts a number of any library to a float. Anything else becomes NaN, text and booleans included."""
+    """Converts a number of any library to a float. Text, booleans and everything else become NaN."""
     if isinstance(value, (bool, str, bytes)):
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         return math.nan

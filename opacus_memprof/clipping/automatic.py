@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grad_sample_mode="auto": picks the mode for a model and its batch, and says why in one line of the log.
+"""grad_sample_mode="auto": picks the mode for a model and its batch, and logs the reason in one line.
 
-flash_clip comes first. It keeps of each layer the per-sample gradients or less, so it needs no more memory than hooks;
-and it runs backward once, so it takes less time than ghost. What flash_clip refuses is left to ghost with norm samplers
-that form no T x T matrix where per-sample gradients are large, and else to hooks. Shapes of parameters and the size of
-the batch decide; the model is not run.
+flash_clip is preferred. For each layer it keeps at most the per-sample gradients, so it needs no more memory than
+hooks. It runs backward once, so it is faster than ghost. If flash_clip refuses the model, large per-sample gradients
+select ghost, with norm samplers that form no T x T matrix; otherwise hooks is used. The choice depends on parameter
+shapes and the batch size alone; the model is not run.
 """
 
 import logging
@@ -18,7 +18,7 @@ from opacus_memprof.errors import MemprofError
 
 AUTO = "auto"
 LARGE_BYTES = 256 * 2**20
-"""Per-sample gradients beyond this cost more than ghost's second backward pass."""
+"""Per-sample gradients with more bytes than this cost more than ghost's second backward pass."""
 
 _LOGGER = logging.getLogger("opacus_memprof.clipping")
 _LOGGER.setLevel(logging.INFO)  # Opacus leaves the root logger at WARNING
@@ -27,16 +27,16 @@ _LOGGER.setLevel(logging.INFO)  # Opacus leaves the root logger at WARNING
 def make_private_automatically(
     make_private: Callable[[dict[str, Any]], Any], options: Mapping[str, Any], workspace_mb: float
 ) -> tuple[Any, ...]:
-    """Makes a model private in the mode that suits it.
+    """Makes a model private in the mode that fits it best.
 
     Args:
-        make_private: of an engine that knows flash_clip; called with its arguments by name.
-        options: these arguments. With a "criterion" among them ghost is a candidate.
-        workspace_mb: ceiling, in MiB, on the temporaries of one layer.
+        make_private: the method of an engine that supports flash_clip; called with keyword arguments.
+        options: the arguments of `make_private`. Ghost is considered only if they contain a "criterion".
+        workspace_mb: upper limit on the temporaries of one layer, in MiB.
 
     Returns:
-        What make_private returns for flash_clip: module, optimizer, data loader; with a criterion among the options,
-        always module, optimizer, criterion, data loader.
+        (module, optimizer, data loader); with a criterion among the options, always (module, optimizer, criterion, data
+        loader).
 
     Raises:
         MemprofError: flash_clip refuses the model on several ranks, or the workspace is not positive.
@@ -46,10 +46,12 @@ def make_private_automatically(
     try:
         prepared = make_private({**options, "grad_sample_mode": "flash_clip"})
     except MemprofError as refusal:
-        if spans_ranks(options["module"]):  # not all ranks may have refused, and hooks takes shards for wholes
+        if spans_ranks(options["module"]):  # maybe only some ranks refused; hooks would misread shards
             raise
         mode, why = _second_choice(options, kept)
-        _LOGGER.warning("grad_sample_mode='auto' is %s here: %s; flash_clip refuses it: %s", mode, why, refusal)
+        _LOGGER.warning(
+            "grad_sample_mode='auto' is %s here: %s; flash_clip does not support the model: %s", mode, why, refusal
+        )
         if mode == "ghost":
             register_norm_samplers(workspace_mb, options["module"])
         prepared = make_private({**options, "grad_sample_mode": mode})
@@ -65,7 +67,7 @@ def make_private_automatically(
 
 
 def _second_choice(options: Mapping[str, Any], kept: int) -> tuple[str, str]:
-    """Returns the mode for a model that flash_clip refuses, and the reason."""
+    """Returns the mode for a model that flash_clip refuses, and the reason for the choice."""
     if kept <= LARGE_BYTES:
         return "hooks", f"its per-sample gradients take only {_mib(kept)}"
     if "criterion" not in options:
@@ -76,7 +78,7 @@ def _second_choice(options: Mapping[str, Any], kept: int) -> tuple[str, str]:
 
 
 def _sample_gradients(module: Any, loader: Any) -> int:
-    """Returns the bytes of the per-sample gradients of a batch."""
+    """Returns the size of a batch's per-sample gradients, in bytes."""
     samples = loader.batch_size or -(-len(loader.dataset) // len(loader))
     return int(samples * sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad))
 

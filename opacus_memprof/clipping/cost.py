@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of clipping one layer, computed from its shapes: what is kept, how its norms are computed, and how the work
-is split to stay below the workspace.
+"""The cost of clipping one layer, computed from its shapes.
 
-The layers and kernels of flash_clip ask here what to do, and the out-of-memory advice how many bytes that takes.
+Decides what is kept, how norms are computed, and how the work is split to stay below the workspace limit. The layers
+and kernels of flash_clip use these decisions; the out-of-memory advice uses their sizes in bytes.
 
 A linear map with a `rows x columns` weight sees, for each of `batch` samples, `tokens` inputs `a` (columns)
 and output gradients `g` (rows). The sample's weight gradient is `sum_t g_t a_t^T`, and its squared norm is also
@@ -23,7 +23,7 @@ is smaller, and the Gram product (half of it, by symmetry) costs less than half 
 gradient is smaller, and costs only what training without privacy computes too. Hence the rule: *keep whichever is
 smaller*.
 
-Needs no torch, so that it can be used before anything runs.
+This module needs no torch, so it can be used before a program runs.
 """
 
 import functools
@@ -32,28 +32,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 FLOPS_PER_BYTE = 100.0
-"""Machine balance: floating-point operations that take as long as moving one byte. It is 103 (TF32) to 206 (bfloat16)
-on an H200 and about 10 on ordinary CPUs. Another value changes the choice only where both ways cost nearly the same."""
+"""Machine balance: the number of floating-point operations that take as long as moving one byte.
+
+It is 103 (TF32) to 206 (bfloat16) on an H200 and about 10 on ordinary CPUs. Another value changes the choice only where
+both ways cost nearly the same.
+"""
 
 GRAM_TILE = 128
 """Tokens on one side of a Gram tile, as in the CUDA kernel."""
 
 GRAM_NUMBERS = 3
-"""Numbers that the CUDA kernel writes for each Gram tile: the sum, that of absolute values, and a bound on entries."""
+"""Numbers that the CUDA kernel writes for each Gram tile: sum, sum of absolute values, and a bound on entries."""
 
 DEFAULT_WORKSPACE_MB = 256.0
-"""The default ceiling on the temporaries of a layer, in MiB."""
+"""Default limit on the temporaries of a layer, in MiB."""
 
 INDEX_BYTES = 64
-"""For each token of an embedding: sorted indices, order, slots and the temporaries of sorting, all int64."""
+"""Bytes for each token of an embedding: sorted indices, order, slots and the temporaries of sorting, all int64."""
 
-_NORM_COPIES = 3  # live at once: the normalized input, a cast of the input if dtypes differ, and statistics
-_GROUP_NORM_NUMBERS = 1 << 16  # of a sample and group that one program of the CUDA kernel goes through
+_NORM_COPIES = 3  # normalized input, a cast of the input if dtypes differ, and statistics
+_GROUP_NORM_NUMBERS = 1 << 16  # elements of a sample and group that one program of the CUDA kernel processes
 _DRAWN_APART = 1 << 31  # bytes; torch draws the noise of larger tensors in parts, whose order the kernel cannot repeat
 
 
 def draws_in_place(nbytes: int) -> bool:
-    """Whether on CUDA the noise of a sum with so many bytes is drawn where it is added, and takes no memory."""
+    """Returns whether CUDA can draw the noise of a sum of so many bytes in place, without temporaries."""
     return nbytes < _DRAWN_APART
 
 
@@ -78,7 +81,7 @@ class Choice:
         norm: how the per-sample norms are computed.
         keep: what is kept until the clip factors are known.
         norm_cost: the cost of computing the norms.
-        kept_bytes: bytes that are live from this layer's backward until the clipped sum is formed.
+        kept_bytes: bytes that are kept from this layer's backward until the clipped sum is formed.
     """
 
     norm: Literal["gradient", "gram"]
@@ -88,19 +91,20 @@ class Choice:
 
 
 def gradient_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int) -> Cost:
-    """The cost of norms from per-sample gradients that are formed, read once and dropped."""
+    """Returns the cost of norms from per-sample gradients that are formed, read once and dropped."""
     elements = batch * (tokens * (rows + columns) + 2 * rows * columns)
     return Cost(2 * batch * (tokens + 1) * rows * columns, elements * itemsize)
 
 
 def kept_norm_cost(batch: int, rows: int, columns: int, itemsize: int) -> Cost:
-    """The cost of norms from per-sample gradients that are kept: one read."""
+    """Returns the cost of norms from per-sample gradients that are kept: one read."""
     return Cost(2 * batch * rows * columns, batch * rows * columns * itemsize)
 
 
 def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, tile: int = GRAM_TILE) -> Cost:
-    """The cost of norms from the lower triangle of Gram tiles, each of which reads its two strips of `a` and `g`.
-    Strips that are still in the L2 cache are counted, although they are not read from device memory again.
+    """Returns the cost of norms from the lower triangle of Gram tiles.
+
+    Each tile reads its two strips of `a` and `g`. Reads that hit the L2 cache are counted as well.
     """
     if tokens == 1:
         return Cost(2 * batch * (rows + columns), batch * (rows + columns) * itemsize)
@@ -110,8 +114,9 @@ def gram_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: i
 
 
 def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: int, bias: bool) -> Cost:
-    """The cost of norms as Opacus 1.6 computes them for three-dimensional inputs: ggT and aaT are written and read, so
-    is their product, and with a bias ggT is computed again.
+    """Returns the cost of norms as Opacus 1.6 computes them for three-dimensional inputs.
+
+    Opacus writes and reads ggT, aaT and their product. With a bias it computes ggT again.
     """
     if tokens == 1:
         return gram_norm_cost(batch, tokens, rows, columns, itemsize)
@@ -121,7 +126,7 @@ def ghost_norm_cost(batch: int, tokens: int, rows: int, columns: int, itemsize: 
     return Cost(flops, (inputs + square * (8 if bias else 6)) * itemsize)
 
 
-@functools.lru_cache(maxsize=4096)  # every layer asks in every step
+@functools.lru_cache(maxsize=4096)  # called for every layer in every step
 def choose(
     batch: int,
     tokens: int,
@@ -137,7 +142,8 @@ def choose(
     Args:
         batch: samples (times groups, for a grouped convolution).
         tokens: product of the dimensions between batch and features; output positions of a convolution.
-        rows, columns: of the weight matrix (of one group's, for a grouped convolution).
+        rows: rows of the weight matrix (of one group's, for a grouped convolution).
+        columns: columns of the weight matrix (of one group's, for a grouped convolution).
         itemsize: bytes per element.
         pair_elements: elements of the tensors that are kept as the pair. Default: `batch tokens (rows + columns)`. A
             convolution keeps its input, which is smaller than the unfolded one.
@@ -163,30 +169,32 @@ def fit(workspace: int, unit_bytes: int, count: int) -> int:
 
 
 def accumulated_itemsize(itemsize: int) -> int:
-    """Returns the bytes of an element of norms and sums, which are at least float32."""
+    """Returns the bytes per element of accumulated norms and sums, which are at least float32."""
     return max(itemsize, 4)
 
 
 def gram_side(tokens: int) -> int:
-    """Returns the tokens on one side of a tile of the CUDA kernel."""
+    """Returns the number of tokens on one side of the CUDA kernel's tile."""
     return GRAM_TILE if tokens >= 512 else 64 if tokens > 32 else 32
 
 
 def gram_tiles(tokens: int) -> int:
-    """Returns the number of tiles of the CUDA kernel on one side of a T x T matrix."""
+    """Returns the number of the CUDA kernel's tiles on one side of a T x T matrix."""
     return -(-tokens // gram_side(tokens))
 
 
 def gram_block(batch: int, tokens: int, width: int, itemsize: int, workspace: int) -> tuple[int, int]:
-    """Splits Gram products that are formed in memory.
+    """Splits Gram products that are formed in memory into tiles.
 
     Args:
-        batch, tokens, itemsize: see `choose`.
-        width: rows and columns together.
-        workspace: ceiling on temporaries, in bytes.
+        batch: see `choose`.
+        tokens: see `choose`.
+        itemsize: see `choose`.
+        width: the sum of rows and columns.
+        workspace: limit on temporaries, in bytes.
 
     Returns:
-        The side of a tile, 0 if the workspace is too small for one, and the number of samples at a time.
+        The side of a tile (0 if the workspace is too small for one) and the number of samples at a time.
     """
     samples = fit(workspace, gram_block_bytes(tokens, width, itemsize), batch)
     if samples:
@@ -198,7 +206,7 @@ def gram_block(batch: int, tokens: int, width: int, itemsize: int, workspace: in
 
 
 def gram_block_bytes(side: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of two tiles and, for low precision, of the four strips that are cast to form them."""
+    """Returns the bytes of two tiles, plus four strips that low-precision dtypes are cast to."""
     return accumulated_itemsize(itemsize) * (2 * side * side + _cast_strips(width, itemsize) * side)
 
 
@@ -207,8 +215,15 @@ def _cast_strips(width: int, itemsize: int) -> int:
 
 
 def gram_bytes(batch: int, tokens: int, width: int, itemsize: int, workspace: int, *, in_registers: bool) -> int:
-    """Returns the temporaries of norms from Gram tiles. Arguments: see `gram_block`; `in_registers`: the CUDA kernel
-    forms them.
+    """Returns the bytes of temporaries of norms from Gram tiles.
+
+    Args:
+        batch: see `gram_block`.
+        tokens: see `gram_block`.
+        width: see `gram_block`.
+        itemsize: see `gram_block`.
+        workspace: see `gram_block`.
+        in_registers: whether the CUDA kernel forms the tiles.
     """
     if tokens == 1:
         return 0
@@ -219,29 +234,33 @@ def gram_bytes(batch: int, tokens: int, width: int, itemsize: int, workspace: in
 
 
 def copied_numbers(rows: int, columns: int, itemsize: int, *, folds: bool, splits: bool) -> int:
-    """Returns the elements, of `itemsize` bytes, that the product for a clipped sum copies of each token and group.
+    """Returns how many elements per token and group are copied to compute a clipped sum.
 
     Args:
-        rows, columns, itemsize: see `choose`.
-        folds: samples and tokens are folded into one dimension without copies. Not with groups, nor if the columns of a
-            token are not contiguous, as in an unfolded input.
-        splits: low precision is multiplied as two numbers (see `splits_operands`).
+        rows: see `choose`.
+        columns: see `choose`.
+        itemsize: see `choose`.
+        folds: whether samples and tokens can be folded into one dimension without a copy. This is not possible with
+            groups, nor if the columns of a token are not contiguous, as in an unfolded input.
+        splits: whether low-precision numbers are multiplied as two numbers (see `splits_operands`).
     """
     if itemsize >= 4:
         return min(rows, columns) if folds else 2 * (rows + columns)
     if splits:
-        return 4 * min(rows, columns) + (0 if folds else max(rows, columns))  # in float32, and its two parts
-    return 2 * (rows + columns)  # both in float32
+        return 4 * min(rows, columns) + (0 if folds else max(rows, columns))  # in float32, and as two numbers
+    return 2 * (rows + columns)  # both operands in float32
 
 
 def norm_bytes(numbers: int, itemsize: int) -> int:
-    """Returns the bytes of temporaries for so many elements of a LayerNorm's, RMSNorm's or GroupNorm's input."""
+    """Returns the bytes of temporaries for a LayerNorm, RMSNorm or GroupNorm whose input has `numbers` elements."""
     return _NORM_COPIES * numbers * itemsize
 
 
 def has_group_norm_kernel(numbers: int, groups: int) -> bool:
-    """Returns whether GroupNorm's CUDA kernel is used for `numbers` elements of a sample: it goes through a group in
-    one program, and with more it would be slower than torch's kernels, which need temporaries.
+    """Returns whether GroupNorm's CUDA kernel is used for samples of `numbers` elements.
+
+    One program of the kernel processes a whole group. For larger groups torch's kernels are faster, but need
+    temporaries.
     """
     return 0 < numbers <= _GROUP_NORM_NUMBERS * groups
 
@@ -250,36 +269,37 @@ def embedding_sample_bytes(tokens: int, width: int, itemsize: int, sum_itemsize:
     """Returns the bytes of temporaries of an embedding's norm for one sample.
 
     Args:
-        tokens: of the sample.
-        width: of the table.
+        tokens: number of tokens in the sample.
+        width: width of the embedding table.
         itemsize: bytes per element of the output gradients.
         sum_itemsize: bytes per element of sums over equal indices.
-        copied: the output gradients are not contiguous.
+        copied: whether the output gradients are copied because they are not contiguous.
     """
     cast = 0 if itemsize == sum_itemsize else sum_itemsize
     return tokens * (INDEX_BYTES + width * (copied * itemsize + sum_itemsize + cast))
 
 
 def embedding_workspace(batch: int, tokens: int, width: int, itemsize: int, sample_bytes: int, workspace: int) -> int:
-    """Returns the ceiling on an embedding's temporaries where sums are float64: no more than float32 would take for all
-    samples.
+    """Returns the limit on an embedding's temporaries, in bytes, where sums are float64.
+
+    It is at most what all samples together would need in float32.
     """
     return min(workspace, max(sample_bytes, batch * tokens * (width * itemsize + INDEX_BYTES)))
 
 
 @dataclass(frozen=True)
 class Unfolding:
-    """How a convolution's input is unfolded: at once, or for some samples, groups or channels at a time.
+    """How a convolution's input is unfolded: at once, or some samples, groups or channels at a time.
 
     Attributes:
-        samples, groups: of the input.
-        channels: of one group.
+        samples, groups: sizes of the input.
+        channels: channels in one group.
         taps: elements of the kernel.
         tokens: output positions.
         padded: elements of one channel of a sample, including padding.
         copied: elements of one channel of a sample that are copied before they are unfolded.
         itemsize: bytes per element.
-        is_view: the input need not be unfolded.
+        is_view: whether the input is used as it is, without unfolding.
     """
 
     samples: int
@@ -299,13 +319,11 @@ class Unfolding:
 
     @property
     def channel_bytes(self) -> int:
-        """The bytes of one channel of a part: unfolded, and at most two copies of the input (cast or sliced, and
-        padded).
-        """
+        """Bytes of one channel: unfolded, plus at most two copies of the input (one cast or sliced, one padded)."""
         return (self.taps * self.tokens + 2 * self.padded) * self.itemsize
 
     def part(self, workspace: int) -> tuple[int, int, int]:
-        """Returns the number of samples, groups and channels at a time. No channels: the workspace is too small."""
+        """Returns the number of samples, groups and channels at a time; 0 channels if the workspace is too small."""
         unit = self.channel_bytes
         groups = fit(workspace, self.channels * unit, self.groups)
         samples = fit(workspace, self.groups * self.channels * unit, self.samples)

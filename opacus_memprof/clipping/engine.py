@@ -42,12 +42,12 @@ MODE = "flash_clip"
 class FlashClipEngineMixin:
     """Adds flash_clip to a PrivacyEngine: `class Engine(FlashClipEngineMixin, opacus.PrivacyEngine)`.
 
-    `make_private` and `make_private_with_epsilon` then accept `grad_sample_mode="flash_clip"` and return
-    (module, optimizer, data_loader) as for "hooks"; the training loop is the same. `"auto"` picks flash_clip, ghost
-    or hooks (docs/flash_clip.md). Other modes are passed to Opacus, and checked as `check` says.
+    `make_private` and `make_private_with_epsilon` then accept `grad_sample_mode="flash_clip"` and return (module,
+    optimizer, data_loader) as for "hooks"; the training loop is the same. `"auto"` picks flash_clip, ghost or hooks
+    (docs/flash_clip.md). Other modes are passed to Opacus; `check` applies to them, too.
     """
 
-    _own_options: dict[str, Any] | None = None  # of make_private_with_epsilon, while it calls make_private
+    _own_options: dict[str, Any] | None = None  # options of make_private_with_epsilon, while it calls make_private
     _flash_clip_options: dict[str, Any] | None = None
     _flash_clip_module: FlashClipHooks | None = None
 
@@ -100,12 +100,12 @@ class FlashClipEngineMixin:
             grad_sample_mode: a mode of Opacus, "flash_clip" or "auto".
             wrap_model: False returns hooks instead of a module that wraps the model.
             rand_on_empty: see Opacus.
-            flash_clip_workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+            flash_clip_workspace_mb: limit on the temporaries of one layer's norm or clipped sum, in MiB.
             flash_clip_passes: 1, 2 or "auto"; see FlashClipHooks.
             flash_clip_nonfinite: "refuse" raises MemprofError at a step with a sample whose gradient has NaN or
                 infinite elements; "drop" leaves such samples out of the clipped sum and counts them.
             check: which steps are compared with clipping by hand: "first", "sometimes" (steps 1, 2, 4, ... 1024, then
-                every 1000th), "always" or "off". None is "sometimes" for flash_clip and "auto", and else "off".
+                every 1000th), "always" or "off". The default is "sometimes" for flash_clip and "auto", otherwise "off".
             kwargs: the arguments of `clipping="adaptive"`; see opacus.optimizers.AdaClipDPOptimizer.
 
         Returns:
@@ -113,7 +113,7 @@ class FlashClipEngineMixin:
             "ghost_fsdp", and for "auto" if a criterion was given.
 
         Raises:
-            MemprofError: an argument is wrong; or the mode cannot clip the model exactly, which is then unchanged.
+            MemprofError: an argument is wrong, or the mode cannot clip the model exactly. The model is then unchanged.
         """
         check_noise_multiplier(noise_multiplier)
         check_bound(max_grad_norm, clipping)
@@ -168,7 +168,7 @@ class FlashClipEngineMixin:
         check: Check | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `make_private`, with the noise that a privacy budget allows; see Opacus.
+        """Makes a model private as `make_private` does, with the noise that a privacy budget allows; see Opacus.
 
         Args:
             module: the model.
@@ -202,7 +202,7 @@ class FlashClipEngineMixin:
         """
         check_bound(max_grad_norm, clipping)
         check_budget(target_epsilon, target_delta, epochs)
-        # Stored, because Opacus would pass unknown keywords to the accountant as well.
+        # Stored on the engine, because Opacus would pass unknown keywords to the accountant as well.
         self._own_options = _own_options(
             grad_sample_mode, flash_clip_workspace_mb, flash_clip_passes, flash_clip_nonfinite, check
         )
@@ -229,8 +229,9 @@ class FlashClipEngineMixin:
             self._own_options = None
 
     def privacy_check(self) -> dict[str, Any]:
-        """Returns what has been proved of the models that this engine has made private: the content of
-        privacy_check.json (docs/flash_clip.md).
+        """Returns what has been proved about the models that this engine made private.
+
+        This is the content of privacy_check.json (docs/flash_clip.md).
 
         Raises:
             MemprofError: nothing has been made private.
@@ -240,7 +241,7 @@ class FlashClipEngineMixin:
         return self._record.to_data()
 
     def _extra_arguments(self, name: str, given: Mapping[str, Any]) -> set[str]:
-        """Returns the names that `make_private` or `make_private_with_epsilon` takes among its `kwargs`."""
+        """Returns the names that `make_private` or `make_private_with_epsilon` accepts in `kwargs`."""
         names = named_parameters(getattr(super(), name))
         if given.get("clipping") == "adaptive":
             names |= ADAPTIVE
@@ -340,7 +341,7 @@ class FlashClipEngineMixin:
 
 
 def _certificate_of_mode(mode: str, prepared: Any, given: Mapping[str, Any], check: Check) -> Certificate:
-    """Returns the record of a model that Opacus has made private in one of its own modes."""
+    """Returns the record of a model that Opacus made private in one of its own modes."""
     module, optimizer = given["module"], prepared[1]
     model = module._module if isinstance(module, AbstractGradSampleModule) else module
     certificate = Certificate(mode, inner_model(model), check, counts_steps=check != "off")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs forward, backward and clipping as a CUDA graph, for models whose steps wait for the host."""
+"""Runs forward, backward and clipping as a CUDA graph, for models whose steps are limited by the host."""
 
 import contextlib
 import functools
@@ -21,24 +21,25 @@ _WARM_UPS = 3  # as torch.cuda.make_graphed_callables has
 
 
 class GraphedBackward:
-    """Computes a loss, its backward and the clipped sums by replaying a CUDA graph, which takes the host one call.
+    """Computes a loss, its backward and the clipped sums by replaying a CUDA graph, with one call on the host.
 
-    Noise, the accountant and the update stay in `optimizer.step()`, which is called as always, and so does the check
-    that gradient norms are finite. A batch that differs from the example in more than its numbers, as the last one of
-    a Poisson batch does, and all batches while the model or the clipping differ from what was captured, run without the
-    graph. So do the steps in which what was proved is checked again.
+    Noise, the accountant and the update stay in `optimizer.step()`, which is called as always. The check that gradient
+    norms are finite stays there, too. Some batches run without the graph: batches whose shapes differ from the
+    example's, as the last one of a Poisson sampler; all batches while the model or the clipping differs from the
+    captured state; and the steps in which a proof is repeated.
 
-    The graph has memory of its own, as much as a step needs beside the model, for as long as this object lives.
+    The graph has memory of its own for as long as this object lives: as much as a step needs in addition to the model.
 
     Args:
         module: the module that make_private returned, on one GPU, in training mode.
         optimizer: the optimizer that make_private returned.
         compute_loss: called with a batch; it calls the module and returns the loss, without its backward.
-        example: a batch, as a tuple: what `compute_loss` is called with. Its tensors are on the module's device.
+        example: the arguments of `compute_loss` for one batch, as a tuple. Its tensors are on the module's device.
 
     Raises:
-        MemprofError: the module is not of flash_clip, is on several GPUs or none, or clips adaptively; gradients wait
-            for a step; or what `compute_loss` or a layer does cannot be captured. Training can go on without it.
+        MemprofError: the module is not a flash_clip module, is not on exactly one GPU, or clips adaptively; gradients
+            are waiting for a step; or `compute_loss` or a layer cannot be captured. Training can continue without the
+            graph.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GraphedBackward:
             )
         if optimizer.bookkeeping.nonfinite == "drop":
             raise MemprofError(
-                "a graphed backward cannot drop samples whose norm is not finite, which the host would have to know; "
+                "a graphed backward cannot drop samples whose norm is not finite: the host would need the norms; "
                 "use flash_clip_nonfinite='refuse', or run backward without the graph."
             )
         self._compute_loss, self._optimizer, self._module = compute_loss, optimizer, module
@@ -70,7 +71,9 @@ class GraphedBackward:
                 f"on {', '.join(sorted({str(tensor.device) for tensor in tensors})) or 'none'}."
             )
         if self._bookkeeping.passes or any(parameter.summed_grad is not None for parameter in optimizer.params):
-            raise MemprofError("gradients wait for a step: call optimizer.zero_grad() before a backward is graphed.")
+            raise MemprofError(
+                "gradients are waiting for a step: call optimizer.zero_grad() before a backward is graphed."
+            )
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._last_sums: dict[nn.Parameter, torch.Tensor] = {}
         with torch.cuda.device(device):
@@ -95,7 +98,7 @@ class GraphedBackward:
             if isinstance(own, torch.Tensor):
                 own.copy_(leaf, non_blocking=True)
         self._graph.replay()
-        # Python's attributes of these are of this step alone.
+        # Python's attributes of these describe this step alone.
         self._last_sums = {parameter: total.detach() for parameter, total in self._sums.items()}
         check = NormCheck(self._check.norms.clone(), self._check.squared_norms.clone(), self._check.owners)
         check.begin()
@@ -103,32 +106,34 @@ class GraphedBackward:
         return self._loss.clone()
 
     def _is_check_due(self) -> bool:
-        """Returns whether the next forward is due for another proof, which a replay cannot be."""
+        """Returns whether the next forward must repeat a proof, which a replay cannot do."""
         situation = self._situation
         return situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
 
     def _captured_state(self) -> tuple[Any, ...]:
-        """Returns what a replay repeats as it was captured: the clipping rule; modes, hooks and attributes of modules;
-        and which parameters are trained, at which addresses.
+        """Returns the state that a replay repeats as it was captured.
+
+        This is the clipping rule; modes, hooks and attributes of modules; and the addresses of the trained parameters.
         """
         rule = self._bookkeeping.rule
         parameters = [(p.requires_grad, p.data_ptr()) for p in self._model.parameters()]
         return rule.bound, rule.bounds.copy(), self._module.modes(), parameters
 
     def _keep_sums(self) -> None:
-        """Copies the sums of the last replay that a step still needs (of physical batches, which add up): the next
-        replay writes to the same memory.
+        """Copies the sums of the last replay that a step still needs, because the next replay overwrites them.
+
+        This is the case for physical batches, whose sums add up to one step.
         """
         self._bookkeeping.copy_sums(self._last_sums)
         parameter: Any  # with Opacus' attributes
         for parameter, given in self._last_sums.items():
-            # What a step has used already stays, for the next step to refuse, as it does without a graph.
+            # Sums that a step has already used stay, so that the next step refuses them, as without a graph.
             if parameter.summed_grad is given and not hasattr(given, "_processed"):
                 parameter.summed_grad = given.clone()
 
     def _run(self) -> None:
         """Runs forward, backward and clipping of the example."""
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # a warm-up's are not needed
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # the sums of a warm-up are not needed
         loss = self._compute_loss(*tree_unflatten(self._inputs, self._structure))
         loss.backward()  # type: ignore[no-untyped-call]
         if self._bookkeeping.passes != 1:
@@ -141,7 +146,7 @@ class GraphedBackward:
         self._check = self._bookkeeping.take_norm_check()
 
     def _warm_up(self) -> None:
-        """Runs the example so that libraries and kernels are ready. Buffers and random numbers stay as they were."""
+        """Runs the example to initialize libraries and kernels. Restores buffers and random number generators."""
         before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
@@ -151,7 +156,7 @@ class GraphedBackward:
                     self._run()
         finally:
             self._drop()
-        # Pinned memory that is freed while a graph is captured breaks replays ("invalid argument"), so it goes now.
+        # Pinned memory that is freed during a capture breaks replays ("invalid argument"), so it is freed now.
         del self._loss, self._sums, self._check
         torch.cuda.current_stream().wait_stream(stream)
         with torch.no_grad():
@@ -161,25 +166,25 @@ class GraphedBackward:
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._bookkeeping.is_captured = True
-        numbers = 64 * (len(self._optimizer.params) + 16)  # a few tables have a few for each parameter
+        numbers = 64 * (len(self._optimizer.params) + 16)  # a few tables have a few numbers for each parameter
         begin_tables_of_graph(torch.empty(numbers, dtype=torch.int64, device=self._optimizer.params[0].device))
         pool = torch.cuda.graph_pool_handle()
         try:
-            # Other threads, such as a data loader's, may go on with what a capture could not have.
+            # "thread_local": other threads, such as a data loader's, may make calls that a capture forbids.
             with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
                 self._run()
         except Exception as error:
             _end_failed_capture(torch.cuda.current_device(), pool)
             raise MemprofError(f"compute_loss, or a layer, cannot be captured in a CUDA graph ({error}).") from error
         finally:
-            self._tables = end_tables_of_graph()  # the graph reads them
+            self._tables = end_tables_of_graph()  # the graph reads these tables
             self._bookkeeping.is_captured = False
             self._drop()
         for table, rows in self._tables:
             table.copy_(rows)
 
     def _drop(self) -> None:
-        """Drops what a failed run has left for a step."""
+        """Drops the sums that a failed run has left for a step."""
         self._bookkeeping.clear()
         self._bookkeeping.begin_step()
         parameter: Any  # with Opacus' attributes
@@ -189,23 +194,24 @@ class GraphedBackward:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Returns the stream of warm-ups, one for all graphs: libraries keep a workspace for each stream that they see."""
+    """Returns the stream of warm-ups. All graphs share it, because libraries allocate a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_failed_capture(device: int, pool: Any) -> None:
-    """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263). Otherwise its generator would
-    refuse to draw numbers, and memory that several streams have used would not be freed.
+    """Ends a capture that has failed, where torch does not (pytorch/pytorch#171263).
+
+    Otherwise its generator would refuse to draw numbers, and memory that several streams have used would not be freed.
     """
     with contextlib.suppress(RuntimeError):  # torch has ended it
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # at its end the generator leaves the failed capture, too
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # its end also detaches the generator from the failed capture
         torch.zeros(1, device=device)
 
 
 def _is_alike(leaf: Any, own: Any) -> bool:
-    """Returns whether a leaf of a batch can replace the example's."""
+    """Returns whether a leaf of a batch has the shape, dtype and device of the example's leaf."""
     if not isinstance(leaf, torch.Tensor) or not isinstance(own, torch.Tensor):
         return type(leaf) is type(own) and bool(leaf == own)
     return (leaf.shape, leaf.dtype, leaf.device) == (own.shape, own.dtype, own.device)

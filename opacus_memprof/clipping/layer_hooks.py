@@ -26,10 +26,10 @@ from opacus_memprof.errors import MemprofError
 
 @dataclass
 class Layout:
-    """Where a layer's inputs and outputs have the samples; None for what all samples share.
+    """The batch dimension of a layer's inputs and outputs; None for tensors that all samples share.
 
     Attributes:
-        inputs: of each leaf of the arguments; of the one input if the layer is not a GenericLayer.
+        inputs: one for each leaf of the arguments; a single one if the layer is not a GenericLayer.
         outputs: by the index of the leaf.
     """
 
@@ -39,12 +39,12 @@ class Layout:
 
 @dataclass(slots=True)
 class Running:
-    """A layer that is running.
+    """A layer whose forward is running.
 
     Attributes:
-        frozen: the parameters that are not trained meanwhile.
-        random: what the random number generators began with, of a GenericLayer that may need it.
-        state: the state that the module began with, of a GenericLayer that changes it.
+        frozen: the parameters that are frozen during the forward.
+        random: the initial state of the random number generators, for a GenericLayer that may need it.
+        state: the initial state of the module, for a GenericLayer that changes it.
     """
 
     frozen: list[nn.Parameter]
@@ -57,19 +57,19 @@ class LayerHooks:
     """Taps the outputs of layers.
 
     Attributes:
-        bookkeeping: where backward passes inputs and output gradients to.
+        bookkeeping: receives inputs and output gradients from backward.
         batch: the number of samples of the model's last forward.
         for_compiled_autograd: whether the backward of that forward may be compiled.
-        layouts: where samples are, of layers that have been probed.
-        plain: the PlainLayers among them, by module.
-        observe: called with each call of a layer while a probe observes: the layer, the leaves of its arguments, their
-            structure, the leaves of its output and what it began with. None if no probe observes.
+        layouts: the batch dimensions of layers that have been probed.
+        plain: the PlainLayers, by module.
+        observe: called for each call of a layer while a probe observes: with the layer, the leaves of its arguments,
+            their structure, the leaves of its output and its initial state. None if no probe observes.
         is_probing: whether a probe runs.
-        is_off: whether layers are not followed, in any thread: backward may run in another one.
-        forward: the number of the forward that runs, or ran last; its backward passes it on.
-        trace: the layers in the order in which that forward has called them; None for what no proof has seen.
-        kept_bytes: of CUDA's memory that backward will keep for the deferred weights of the layers that have run since
-            this was 0.
+        is_off: whether layers are ignored, in any thread: backward may run in another one.
+        forward: the number of the forward that runs, or of the last one; its backward reports it.
+        trace: the layers in the order in which that forward has called them; None for layers that no proof covers.
+        kept_bytes: CUDA memory that backward will keep for the deferred weights of the layers that have run since this
+            was set to 0.
     """
 
     bookkeeping: Bookkeeping
@@ -88,7 +88,7 @@ class LayerHooks:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Stops following layers inside the context."""
+        """Ignores layers inside the context."""
         before, self.is_off = self.is_off, True
         try:
             yield
@@ -117,8 +117,9 @@ class LayerHooks:
         return ((cast, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: cast})
 
     def after(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Makes the parameters trainable again, and taps the output. Also called if the forward raises (`output` is
-        then None). Returns None to leave the output as it is.
+        """Makes the parameters trainable again, and taps the output.
+
+        Also called if the forward raises; `output` is then None. Returns None if the output stays as it is.
         """
         running = self._running.pop(layer, None)
         if running is None:
@@ -131,7 +132,7 @@ class LayerHooks:
     def after_frozen(
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
     ) -> Any:
-        """Does the work of `after`, once the parameters are trainable again."""
+        """Does the work of `after` once the parameters are trainable again."""
         self.trace.append(layer)
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
@@ -144,7 +145,7 @@ class LayerHooks:
             self.observe(layer, [x, *others], None, [output], running)
             return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
         if len(args) + len(kwargs) > 1 and any(o is not None and o is not x for o in (*args, *kwargs.values())):
-            self.trace.append(None)  # it has been no such layer so far: a proof will make it another
+            self.trace.append(None)  # this layer has been frozen until now; a proof will include it
         where = layout.inputs[0] if layout else PLAIN
         if where is None:
             output, x = expand_over_batch(output, self.batch), expand_over_batch(x, self.batch)
@@ -162,8 +163,9 @@ class LayerHooks:
         return self.tap(layer, x, output, where)
 
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
-        """Returns the output of a layer with a node that passes its gradient on. `where` is None if output and input
-        have one row for each sample, first.
+        """Returns the layer's output with an autograd node that passes its gradient on.
+
+        `where` is None if input and output have one row for each sample, in the first dimension.
         """
         anchor = None if output.requires_grad else self.anchor(output.device)
         saved_input = x if layer.is_trainable("weight") else None
@@ -213,8 +215,12 @@ class LayerHooks:
         return tree_unflatten(found, output_structure)
 
     def _guess(self, layer: Layer, leaves: list[Any], outputs: list[Any]) -> Layout:
-        """Returns a layout from the shapes alone, for calls that no probe has seen: empty batches, and other paths
-        through the model. Raises MemprofError if an output has no batch dimension.
+        """Returns a layout from the shapes alone, for calls that no probe has seen.
+
+        These are empty batches, and other paths through the model.
+
+        Raises:
+            MemprofError: an output has no batch dimension.
         """
 
         def where(x: Any) -> Arrangement | None:
@@ -230,13 +236,14 @@ class LayerHooks:
         return Layout([where(x) for x in leaves], found)
 
     def anchor(self, device: torch.device) -> torch.Tensor:
-        """Returns a scalar that makes an output require grad if neither the input nor, for now, the parameters do."""
+        """Returns a scalar that makes an output require grad when neither the input nor the frozen parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
 
 
 class PlainLayer:
-    """The hooks of a layer whose first input and output have one row for each sample, first, as in most layers. They
-    skip the checks for other layers, which would take the host longer than the kernels of a small layer.
+    """The hooks of a layer whose first input and output have one row for each sample, as in most layers.
+
+    They skip the checks for other layers, which would take the host longer than the kernels of a small layer.
     """
 
     __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
@@ -246,11 +253,11 @@ class PlainLayer:
         self._hooks = hooks
         self._least_dimensions = layer.min_dimensions()
         self._frozen: list[nn.Parameter] | None = None
-        self._shapes: object = None  # of the last input and output, of which backward keeps _kept_bytes
+        self._shapes: object = None  # shapes of the last input and output, for which backward keeps _kept_bytes
         self._kept_bytes = 0
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Freezes the layer's parameters. Returns False, and leaves them alone, if `LayerHooks.before` has to do so."""
+        """Freezes the layer's parameters. Returns False, without freezing them, if `LayerHooks.before` has to do it."""
         if len(args) != 1 or kwargs or torch._C._is_any_autocast_enabled():
             return False
         x = args[0]
@@ -265,7 +272,7 @@ class PlainLayer:
         return self._frozen is not None
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """As `LayerHooks.after`."""
+        """Does what `LayerHooks.after` does."""
         frozen, self._frozen = self._frozen, None
         assert frozen is not None
         _unfreeze(frozen)
@@ -288,7 +295,7 @@ class PlainLayer:
 def plain_layers(
     at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout], hooks: LayerHooks
 ) -> dict[nn.Module, PlainLayer]:
-    """Returns the PlainLayers of a model by module. `layouts` says where other layers have the samples."""
+    """Returns the PlainLayers of a model by module. `layouts` has the batch dimensions of other layers."""
 
     def is_plain(layer: Layer) -> bool:
         where = layouts[layer].inputs[0] if layer in layouts else PLAIN
@@ -298,7 +305,7 @@ def plain_layers(
 
 
 def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
-    """Returns the keyword of the layer's input, if it has one, and the input."""
+    """Returns the keyword of the layer's input, or None if it is positional, and the input."""
     if args:
         return None, args[0]
     for key, value in kwargs.items():

@@ -22,7 +22,7 @@ NormSampler = Callable[[nn.Module, list[torch.Tensor], torch.Tensor], dict[nn.Pa
 
 
 class FlashNormSampler:
-    """A norm sampler as Opacus calls it: `(layer, activations, backprops) -> {parameter: norms of shape [B]}`."""
+    """A norm sampler in Opacus' form: `(layer, activations, backprops) -> {parameter: norms of shape [B]}`."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -40,10 +40,10 @@ class FlashNormSampler:
 def register_norm_samplers(
     workspace_mb: float = DEFAULT_WORKSPACE_MB, model: nn.Module | None = None
 ) -> Callable[[], None]:
-    """Registers exact norm samplers for every layer that flash_clip supports with Opacus' ghost clipping.
+    """Registers exact norm samplers for every layer type that flash_clip supports, for Opacus' ghost clipping.
 
-    `opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")` then never forms a T x T matrix. It still
-    runs two backward passes. Models made private before are affected too: Opacus looks samplers up when it calls them.
+    `opacus.PrivacyEngine().make_private(..., grad_sample_mode="ghost")` then never forms a T x T matrix. It still runs
+    two backward passes. Models made private before are affected too: Opacus looks samplers up when it calls them.
 
     Args:
         workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm.
@@ -73,7 +73,7 @@ def register_norm_samplers(
 
 
 def _recognized_types(model: nn.Module | None) -> list[type[nn.Module]]:
-    """Returns the types of which all trained layers in the model are recognized."""
+    """Returns the types whose trained layers in the model are all recognized."""
     recognized: dict[type[nn.Module], bool] = {}
     for name, module in model.named_modules() if model is not None else ():
         if type(module) not in LAYERS and any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -91,15 +91,15 @@ _IMPORTED_BY: tuple[Any, ...] = (
 
 
 def adopt_grad_samples() -> Callable[[], None]:
-    """Makes Opacus take what a grad sampler returns as `p.grad_sample`.
+    """Makes Opacus use the tensors that a grad sampler returns as `p.grad_sample`, without a copy.
 
-    Opacus makes zeros of the same size and copies the result into them, so that backward holds the per-sample gradients
-    of a layer twice. The copy is needed where a batch is padded (packed sequences) and where a parameter is used more
-    than once in a forward pass: there it stays. The gradients have the same values. Models made private before are
-    affected as well: Opacus looks the function up when it calls it.
+    Opacus copies the result into zeros of the same size, so that backward holds the per-sample gradients of a layer
+    twice. The copy is kept where it is needed: for padded batches (packed sequences) and for parameters that are used
+    more than once in a forward pass. The gradients have the same values. Models made private before are affected as
+    well: Opacus looks the function up when it calls it.
 
     Returns:
-        A function that restores what was there before.
+        A function that restores the previous state.
     """
     copy = vars(grad_sample_module)[_NAME]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds grad_sample_mode="flash_clip" to Opacus' own functions, for programs that call these, such as trainers."""
+"""Adds grad_sample_mode="flash_clip" to Opacus' own functions, for programs that call them, such as trainers."""
 
 import functools
 import sys
@@ -40,7 +40,7 @@ from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
 
-_options: dict[str, Any] = {}  # of register()
+_options: dict[str, Any] = {}  # arguments of register()
 _replaced: dict[Callable[..., Any], Callable[..., Any]] = {}  # function of Opacus -> ours
 
 
@@ -51,20 +51,19 @@ def register(
     nonfinite: Nonfinite = "refuse",
     check: Check = "sometimes",
 ) -> None:
-    """Makes Opacus' own functions know `grad_sample_mode="flash_clip"`.
+    """Adds `grad_sample_mode="flash_clip"` to Opacus' own functions.
 
-    Afterwards `prepare_module`, `wrap_model`, `get_gsm_class` and `get_optimizer_class` of Opacus accept the
-    mode, and so does `opacus.PrivacyEngine().make_private`. The optimizer's class finds its module by the parameters
-    it is given, and the module clips to the optimizer's `max_grad_norm`. Other modes are as before. Calling it again
-    only changes the options.
+    Afterwards `prepare_module`, `wrap_model`, `get_gsm_class` and `get_optimizer_class` of Opacus accept the mode, and
+    so does `opacus.PrivacyEngine().make_private`. The optimizer's class finds the module from its parameters, and the
+    module clips to the optimizer's `max_grad_norm`. Other modes do not change. Another call only changes the options.
 
-    The functions are replaced in all modules that are imported, of Opacus or not, so that a `from opacus.optimizers
-    import get_optimizer_class` before counts, too. References that a program keeps elsewhere, such as in a class, a
-    default argument or a `functools.partial`, stay Opacus'. With Poisson sampling over several ranks use
-    `opacus_memprof.PrivacyEngine`: a rank of Opacus' own engine leaves out its empty batches, and the others wait.
+    The functions are replaced in the namespaces of all imported modules, so that an earlier `from opacus.optimizers
+    import get_optimizer_class` is covered, too. References that a program keeps elsewhere, such as in a class, a
+    default argument or a `functools.partial`, remain Opacus' functions. For Poisson sampling over several ranks use
+    `opacus_memprof.PrivacyEngine`: with Opacus' own engine a rank skips its empty batches, and the others wait for it.
 
     Args:
-        workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+        workspace_mb: limit on the temporaries of one layer's norm or clipped sum, in MiB.
         passes: 1, 2 or "auto"; see FlashClipHooks.
         nonfinite: "refuse" or "drop"; see FlashClipEngineMixin.make_private.
         check: which steps are checked; see FlashClipEngineMixin.make_private.
@@ -155,13 +154,13 @@ def _with_options(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _FindsModule:
-    """Lets an optimizer of flash_clip take the arguments of Opacus' optimizers, without a module."""
+    """Lets an optimizer of flash_clip accept the arguments of Opacus' optimizers, which have no module."""
 
     clipping: Any = "flat"
     original_optimizer: Optimizer
 
     def __new__(cls, optimizer: Optimizer, **given: Any) -> Any:
-        """Returns an optimizer for shards if the parameters are sharded, which `get_optimizer_class` cannot know."""
+        """Returns an optimizer for shards if the parameters are sharded. `get_optimizer_class` cannot know this."""
         if (
             optimizer is not None
             and not issubclass(cls, DPOptimizerFlashClipFSDP)
@@ -223,14 +222,14 @@ class _FindsModule:
 
 
 def registered_optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:
-    """Returns the optimizer's class as `get_optimizer_class` does.
+    """Returns the optimizer class, as `get_optimizer_class` does.
 
     Raises:
-        MemprofError: flash_clip does not know the clipping, or not on several ranks.
+        MemprofError: flash_clip does not support the clipping, or does not support it on several ranks.
     """
     if clipping not in CLIPPINGS:
         raise MemprofError(f"clipping is {clipping!r}; flash_clip knows {', '.join(map(repr, CLIPPINGS))}.")
-    base: Any = optimizer_class(clipping, distributed)  # for mypy, a class whose objects have no hash has none either
+    base: Any = optimizer_class(clipping, distributed)  # mypy takes its objects for unhashable
     return _registered_class(clipping, base)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the clip factors: from per-sample gradient norms to the numbers that the gradients are multiplied by."""
+"""Rules that compute clip factors from per-sample gradient norms."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class ClipRule:
     """How gradients are clipped.
 
     Args:
-        clipping: "flat" and "adaptive" clip the gradient of all parameters to one bound, "per_layer" that of each
-            parameter to its own, and "automatic" normalizes all gradients to the bound (Bu et al. 2023, arXiv
+        clipping: "flat" and "adaptive" clip the gradient of all parameters to one bound, "per_layer" clips that of each
+            parameter to its own bound, and "automatic" normalizes all gradients to the bound (Bu et al. 2023, arXiv
             2206.07136).
         bound: the bound C; for "per_layer" one for each trainable parameter, in the optimizer's order.
 
     Attributes:
         bound: the bound of a sample's gradient; for "per_layer" the root of the sum of the squared bounds.
-        bounds: for "per_layer" those of the parameters; otherwise empty.
+        bounds: for "per_layer" the bounds of the parameters; otherwise empty.
 
     Raises:
         MemprofError: the bound is not positive and finite, or not of the right kind.
@@ -53,15 +53,16 @@ class ClipRule:
         return self.clipping == "per_layer"
 
     def set_bound(self, bound: float) -> None:
-        """Changes the bound of a sample's gradient. Bounds of parameters keep their ratios: noise is in proportion to
-        `bound`, and would be too small if they stayed where `bound` falls.
+        """Changes the bound of a sample's gradient, and the bounds of parameters in the same ratio.
+
+        Noise is proportional to `bound`: with unchanged bounds of parameters it would be too small after `bound` falls.
 
         Raises:
             MemprofError: the bound is not positive and finite.
         """
         if not is_bound(bound):
-            raise MemprofError(f"max_grad_norm would become {bound!r}; give a positive number, which is finite.")
-        bounds, given = self._given  # not the last ones, whose rounding would add up
+            raise MemprofError(f"max_grad_norm would become {bound!r}; give a positive and finite number.")
+        bounds, given = self._given  # the given bounds, not the last ones, whose rounding errors would accumulate
         self.bound = float(bound)
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
@@ -76,5 +77,5 @@ class ClipRule:
         return (self.bound / (norms + _STABILITY)).clamp(max=1.0)
 
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
-        """Returns the clip factors, [B], of a parameter's gradients. `index` is its place in the optimizer."""
+        """Returns the clip factors, [B], for the gradients of the parameter at `index` in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)

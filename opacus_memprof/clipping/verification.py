@@ -30,18 +30,18 @@ _NOISE_MULTIPLIER = 1.3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far a mode's clipping is from clipping by hand.
+    """The difference between a mode's clipping and clipping by hand.
 
     Attributes:
         mode: the grad_sample_mode.
-        norms: per-sample gradient norms, found by hand.
+        norms: per-sample gradient norms, computed by hand.
         norm_error: the largest relative error of a sample's norm; inf if the mode cannot run the model.
         errors: the largest error of each parameter's clipped gradient, relative to its largest element.
-        tolerance: what counts as exact: 1e-8, or 1e-4 where the model computes in float32.
-        failure: what else is wrong, in a sentence: the mode cannot run the model, the samples influence one another, or
-            the noise is not what was asked for. None if nothing is.
-        noise: the standard deviation of each parameter's noise in a step without gradients, relative to what was asked
-            for.
+        tolerance: the largest error that counts as exact: 1e-8, or 1e-4 where the model computes in float32.
+        failure: any other defect, in a sentence: the mode cannot run the model, the samples influence one another, or
+            the noise differs from the requested one. None if there is no such defect.
+        noise: the standard deviation of each parameter's noise in a step without gradients, relative to the requested
+            one.
     """
 
     mode: str
@@ -82,28 +82,27 @@ def verify(
     losses: Losses | None = None,
     max_samples: int | None = None,
 ) -> Verification:
-    """Compares a mode's per-sample norms and clipped gradients with those computed by hand, one sample at a time, and
-    its noise with what was asked for.
+    """Compares a mode's per-sample norms, clipped gradients and noise with those of clipping by hand.
 
-    It works on copies of the model, in float64 if the model runs in it. A model that draws random numbers, for dropout,
-    stochastic depth or noise, draws the same ones by hand and in the mode. The model, its gradients and the random
-    number generators are left as they were.
+    By hand means one sample at a time. It works on copies of the model, in float64 if the model runs in it. A model
+    that draws random numbers, for dropout, stochastic depth or noise, draws the same ones by hand and in the mode. The
+    model, its gradients and the random number generators are restored.
 
     Args:
         model: the model, not made private.
-        batch: what the model is called with, samples first: a tensor, a sequence of positional arguments, or a mapping
-            of keyword arguments.
+        batch: the arguments of the model, samples first: a tensor, a sequence of positional arguments, or a mapping of
+            keyword arguments.
         mode: "flash_clip", "hooks", "functorch", "ew" or "ghost".
-        losses: the losses of the samples, [B], of a model and a batch. Default: a weighted sum of all outputs and of
-            their squares.
-        max_samples: how many samples of the batch are used. Default: all.
+        losses: a function of model and batch that returns the losses of the samples, [B]. Default: a weighted sum of
+            all outputs and of their squares.
+        max_samples: the number of samples of the batch that are used. Default: all.
 
     Returns:
-        The errors, and what a mode fails with. Print it for a sentence.
+        The errors, and the reason of a failure. Printing it gives a sentence.
 
     Raises:
-        MemprofError: the mode is unknown, the model has been made private or does not run on the batch, flash_clip
-            refuses it, or no gradient can be computed.
+        MemprofError: the mode is unknown, the model has been made private or does not run on the batch, flash_clip does
+            not support it, or no gradient can be computed.
     """
     if mode not in _MODES:
         raise MemprofError(f"mode is {mode!r}; verify knows {', '.join(_MODES)}.")
@@ -135,7 +134,7 @@ def verify(
             found_norms, found, noise, wrong = _by_mode(mode, prepared, converted, losses, bound, state)
         except MemprofError:
             raise
-        except Exception as error:  # whatever a mode raises for a model that it does not know
+        except Exception as error:  # a mode may raise anything for a model that it does not support
             message = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {message}".rstrip(":. ")
             return replace(failed, failure=f"grad_sample_mode={mode!r} cannot run this model: {why}.")
@@ -145,14 +144,18 @@ def verify(
         max(abs(a - b) / max(b, 1e-9 * bound) for a, b in zip(found_norms, norms, strict=True)),
         _relative_errors(found, expected),
         tolerance,
-        f"grad_sample_mode={mode!r} does not keep the privacy that is accounted for: {wrong}." if wrong else None,
+        f"grad_sample_mode={mode!r} does not give the privacy that is accounted for: {wrong}." if wrong else None,
         noise,
     )
 
 
 def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
-    """Returns copies of the model and the batch in float64, or in float32 if the model does not run in that, and the
-    tolerance.
+    """Returns copies of model and batch, and the tolerance.
+
+    The copies are in float64, or in float32 if the model does not run in float64.
+
+    Raises:
+        MemprofError: the model does not run on the batch.
     """
     error: Exception | None = None
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
@@ -161,7 +164,7 @@ def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, 
             torch.autograd.backward(losses(copied, converted).sum())
         except MemprofError:
             raise
-        except Exception as raised:  # whatever the model raises; some operations know no float64
+        except Exception as raised:  # the model may raise anything; some operations have no float64
             error = raised
             continue
         copied.zero_grad()
@@ -187,8 +190,8 @@ def _trained(model: nn.Module) -> dict[str, Any]:
 class _Hand:
     """Clipping by hand.
 
-    A model that draws random numbers is run on the whole batch, from the same state of the generators, and its losses
-    have a backward each. Other models are run on one sample at a time.
+    A model that draws random numbers runs once on the whole batch, with the same random state; the loss of each sample
+    has a backward of its own. Other models run on one sample at a time.
     """
 
     def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
@@ -198,7 +201,7 @@ class _Hand:
         self._draws = state.has_moved()
 
     def clip(self, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Returns the norms, and the sums of clipped gradients by parameter."""
+        """Returns the per-sample norms, and the sum of clipped gradients for each parameter."""
         trained = _trained(self._model)
         total = {name: torch.zeros_like(p) for name, p in trained.items()}
         norms = []
@@ -210,7 +213,10 @@ class _Hand:
         return norms, total
 
     def mixes(self) -> bool:
-        """Returns whether a sample's loss depends on other samples. Where each is run by itself, gradients tell."""
+        """Returns whether a sample's loss depends on other samples.
+
+        Returns False for models that run one sample at a time: their gradients show such a dependence.
+        """
         if not self._draws:
             return False
         before = self._run(self._batch)
@@ -239,9 +245,7 @@ _Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | Non
 
 
 def _by_mode(mode: str, model: nn.Module, batch: Any, losses: Losses, bound: float, state: RandomState) -> _Found:
-    """Returns the norms and the clipped gradients by a mode, on a copy of the model; its noise, and what is wrong with
-    it.
-    """
+    """Returns norms, clipped gradients and noise of a mode, computed on a copy of the model, and a defect or None."""
     copied = copy.deepcopy(model)
     trained = _trained(copied)
     options: dict[str, Any] = {"max_grad_norm": bound} if mode in ("ghost", "flash_clip") else {}
@@ -304,7 +308,7 @@ def _losses_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copied = copy.deepcopy(model).to(dtype)
-    if not model.training:  # layers of a model in training that are frozen in eval stay so
+    if not model.training:  # in a model in training, layers that are frozen in eval stay so
         copied.train()
     copied.zero_grad()
     return copied

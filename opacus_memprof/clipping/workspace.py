@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit on temporaries, and how work is split to stay below it."""
+"""The limit on temporaries, and functions that split work to stay below it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from opacus_memprof.errors import MemprofError
 
 MIB = 1 << 20
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that Triton's kernels go through
-CPU_DTYPES = (torch.float32, torch.float64)  # of which C++ goes through many small stacks at once
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that Triton's kernels support
+CPU_DTYPES = (torch.float32, torch.float64)  # dtypes for which C++ processes many small stacks at once
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The most bytes of temporaries that may be live at a time, not counting what is kept or returned."""
+    """Limit on the bytes of temporaries that are live at a time, excluding tensors that are kept or returned."""
 
     bytes: int
 
@@ -41,7 +41,7 @@ class Workspace:
         return max(0, min(count, self.bytes // max(1, unit_bytes)))
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
-        """As `fit`, but raises MemprofError if not even one unit fits. `unit` is its name in the message."""
+        """Does what `fit` does; raises MemprofError if not even one unit fits. `unit` is its name in the message."""
         units = self.fit(unit_bytes, count)
         if units == 0 and count > 0:
             raise MemprofError(
@@ -51,8 +51,12 @@ class Workspace:
         return max(1, units)
 
     def tiles(self, rows: int, columns: int, unit_bytes: int, unit: str) -> Iterator[tuple[slice, slice]]:
-        """Splits a grid of units into tiles that fit: several rows each or, if a row does not fit, parts of a row.
-        Raises as `fit_at_least_one`.
+        """Splits a grid of units into tiles that fit the workspace.
+
+        A tile has several rows or, if a row does not fit, a part of one row.
+
+        Raises:
+            MemprofError: not even one unit fits.
         """
         fit = self.fit(columns * unit_bytes, rows)
         width = max(1, columns) if fit else self.fit_at_least_one(unit_bytes, columns, unit)
@@ -68,7 +72,7 @@ def slices(count: int, size: int) -> Iterator[slice]:
 
 
 def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Splits `items` into lists of neighbours of at most `most` bytes each; a larger item comes alone."""
+    """Splits `items` into lists of consecutive items of at most `most` bytes each; a larger item is alone."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -88,18 +92,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
-    """Returns whether a product of such tensors would round what a clipped sum needs."""
+    """Returns whether a product in this dtype is too imprecise for a clipped sum."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the clipped sum of a parameter of `dtype`, which is rounded only after noise is added.
-    Complex numbers are pairs of real ones until then.
+
+    Complex numbers become pairs of real ones.
     """
     return torch.float32 if is_low_precision(dtype) else dtype.to_real()
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Returns whether Triton is installed. PyTorch's CUDA wheels for Linux depend on it, others do not."""
+    """Returns whether Triton is installed. PyTorch's CUDA wheels for Linux depend on it; others do not."""
     return importlib.util.find_spec("triton") is not None

@@ -119,7 +119,7 @@ def test_what_flash_clip_refuses_is_left_to_hooks(caplog: pytest.LogCaptureFixtu
     assert isinstance(model, GradSampleModule)
     (line,) = caplog.messages
     assert line.startswith("grad_sample_mode='auto' is hooks here: ")
-    assert "flash_clip refuses it: layer '0' (Embedding) has max_norm=1.0" in line
+    assert "flash_clip does not support the model: layer '0' (Embedding) has max_norm=1.0" in line
 
 
 def test_a_model_that_nothing_clips_is_opacus_to_refuse(caplog: pytest.LogCaptureFixture) -> None:

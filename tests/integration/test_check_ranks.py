@@ -19,7 +19,7 @@ def test_ranks_are_checked_together() -> None:
         case, _, words = line.split(" | ")
         endings.setdefault(case, []).append(words)
     assert list(endings) == [" ".join(case) for case in CASES]
-    elsewhere = "rank 1 could not take this step, and says why; the other ranks stop too. Unchanged."
+    elsewhere = "rank 1 could not take this step and reports the reason; the other ranks stop too. Unchanged."
     for case, (first, second) in endings.items():
         wrap, mode, kind = case.split(" ", 2)
         if kind not in ("fault", "mixing", "mixing on rank 1", "late mixing", "late mixing on rank 1"):

@@ -282,7 +282,7 @@ def test_wrong_noise_of_opacus(
         monkeypatch.setattr(module, "_generate_noise", noise_of(**fault))
     found = verify(model, torch.randn(6, 4), mode)
     assert not found.exact
-    assert re.search(f"{mode!r} does not keep the privacy that is accounted for: {sentence}", str(found))
+    assert re.search(f"{mode!r} does not give the privacy that is accounted for: {sentence}", str(found))
 
 
 def test_parameters_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:

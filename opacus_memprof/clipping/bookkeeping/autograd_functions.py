@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward calls: `receive_gradient` (from a node in C++ or from GradientTap) and CallTap at the outputs of
-layers, and TwoPassBackward at the outputs of the model. The forward of these functions is the identity.
+"""Functions that backward calls at the outputs of layers and of the model.
+
+Outputs of layers have `receive_gradient` (called by a C++ node or by GradientTap) or CallTap. Outputs of the model have
+TwoPassBackward. The forward of each autograd function is the identity.
 """
 
 import sys
@@ -23,8 +25,8 @@ def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) 
     """Passes a layer's input and the gradient of its output to `bookkeeping.add`.
 
     Args:
-        call: the layer, the bookkeeping, where input and output have the samples, unless these are their first
-            dimension, the number of samples, and the number of the forward.
+        call: the layer, the bookkeeping, the position of the samples in input and output (None for the first
+            dimension), the number of samples, and the number of the forward.
         x: the input; None where it is not needed.
         g: the gradient of the output.
     """
@@ -45,7 +47,7 @@ def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -
 
 
 class GradientTap(torch.autograd.Function):
-    """As `tap_gradient`, for compiled autograd, which cannot run nodes in C++ that are not torch's."""
+    """Replaces `tap_gradient` under compiled autograd, which cannot run C++ nodes of other libraries than torch."""
 
     @staticmethod
     def forward(
@@ -75,8 +77,9 @@ def is_compiled_autograd_enabled() -> bool:
 
 
 class CallTap(torch.autograd.Function):
-    """The identity on a module's outputs. Its backward passes the module's call, and the outputs' gradients, to
-    `bookkeeping.add`. The inputs are saved through autograd (see csrc/clipping/gradient_tap.h).
+    """The identity on a module's outputs, whose backward passes their gradients to `bookkeeping.add`.
+
+    The module's call is passed, too. Inputs are saved through autograd (see csrc/clipping/gradient_tap.h).
     """
 
     @staticmethod
@@ -105,8 +108,9 @@ class CallTap(torch.autograd.Function):
 
 
 class TwoPassBackward(torch.autograd.Function):
-    """The identity on the model's outputs, detached from the model's graph. Its backward calls `run` with the outputs
-    that the loss uses and their gradients.
+    """The identity on the model's outputs, detached from the model's graph.
+
+    Its backward calls `run` with the outputs that the loss uses and their gradients.
     """
 
     @staticmethod
@@ -126,11 +130,12 @@ class TwoPassBackward(torch.autograd.Function):
 
 
 def run_two_passes(bookkeeping: Bookkeeping, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Runs backward through the model twice: first for the norms, keeping nothing, then for the clipped sums, to which
-    the layers apply the clip factors.
+    """Runs backward through the model twice: first for the norms, then for the clipped sums.
+
+    The first pass keeps nothing. In the second pass the layers apply the clip factors.
 
     Args:
-        bookkeeping: of the model.
+        bookkeeping: the bookkeeping of the model.
         outputs: the model's outputs with their gradients.
     """
     refusal = bookkeeping.refusal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backward pass of one physical batch has kept."""
+"""The tensors that the backward pass of one physical batch has kept."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -19,20 +19,20 @@ Factors: TypeAlias = "torch.Tensor | dict[nn.Parameter, torch.Tensor]"
 
 @dataclass
 class BackwardPass:
-    """What the backward of one physical batch has kept.
+    """The tensors that the backward of one physical batch has kept.
 
     Attributes:
-        batch_size: of the physical batch.
-        kept: by layer.
-        shared: what is kept of parameters that are used more than once.
-        sums: clipped sums, by parameter, that a second backward has formed already.
+        batch_size: the size of the physical batch.
+        kept: kept tensors by layer.
+        shared: kept tensors of parameters that are used more than once.
+        sums: clipped sums, by parameter, that a second backward has already formed.
         clipped: whether `sums` is used instead of `kept`.
-        limit: what the norms of the clipped sums are at most, once the clip factors are known.
-        samples: the indices of the samples that count, if others have been dropped.
-        dropped: the indices of the others.
-        factors: the clip factors, if `sums` has been formed with them by a second backward.
-        forwards: numbers of the forwards whose backward this is: several if one call of `backward` goes through them,
-            whose samples are then the same.
+        limit: the limit of the clipped sums' norms, once the clip factors are known.
+        samples: the indices of the remaining samples, if others have been dropped.
+        dropped: the indices of the dropped samples.
+        factors: the clip factors, if a second backward has formed `sums` with them.
+        forwards: numbers of the forwards that this backward belongs to: several if one call of `backward` goes through
+            them; they then have the same samples.
         tasks: autograd's numbers of these calls.
     """
 
@@ -49,21 +49,21 @@ class BackwardPass:
     tasks: set[int] = field(default_factory=set)
 
     def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
-        """Adds what backward has kept for one of several uses of a parameter."""
+        """Adds the tensors that backward has kept for one of several uses of a parameter."""
         for parameter in layer.trainable():
             if parameter not in self.shared:
                 self.shared[parameter] = SharedGradient(parameter, layer)
             self.shared[parameter].add(layer, kept, workspace)
 
     def first_of(self, layer: Layer) -> KeptTensors | None:
-        """Returns what the first of two passes has kept for a layer's weight."""
+        """Returns the tensors that the first of two passes has kept for a layer's weight."""
         for parameter in layer.trainable():
             if parameter in self.shared:
                 return self.shared[parameter].kept_norms
         return self.kept.get(layer)
 
     def select(self, factors: Factors) -> Factors:
-        """Drops samples that do not count, one layer after the other, and returns the clip factors of the others."""
+        """Drops excluded samples, one layer after the other, and returns the clip factors of the others."""
         samples = self.samples
         if samples is None:
             return factors
@@ -81,18 +81,14 @@ class BackwardPass:
             shared.release()
 
     def parameter_ids(self) -> set[int]:
-        """Returns the ids of the parameters that gradients have reached. Sets of ids are faster than sets of
-        tensors.
-        """
+        """Returns the ids of the parameters that gradients have reached. They are faster than sets of tensors."""
         kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}
         return kept | {*map(id, self.shared)} | {*map(id, self.sums)}
 
     def squared_norms(
         self, workspace: Workspace
     ) -> tuple[list[nn.Parameter], list[torch.Tensor], list[Layer | SharedGradient]]:
-        """Returns the parameters, the squared norms of their gradients, [B] each, and the layer that each belongs
-        to.
-        """
+        """Returns the parameters, the squared norms of their gradients, [B] each, and the layer of each."""
         find_deferred_norms(self.kept)
         parameters: list[nn.Parameter] = []
         norms: list[torch.Tensor] = []

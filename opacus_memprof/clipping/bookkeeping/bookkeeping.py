@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping: what the backward passes since the last step have kept, and the clip factors that follow from it.
+"""Bookkeeping: the tensors that the backward passes since the last step have kept, and the clip factors.
 
-Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only when backward has reached the first
-layer, so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
+Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only when backward has reached the first layer,
+so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,26 +23,26 @@ from opacus_memprof.errors import MemprofError
 
 
 class Bookkeeping:
-    """What each layer's backward keeps until the optimizer's step. The module adds to it, and the optimizer empties it.
+    """The tensors that backward keeps until the optimizer's step. The module adds them, and the optimizer removes them.
 
     Attributes:
         rule: how gradients are clipped.
-        places: each parameter's place in the optimizer.
+        places: each parameter's index in the optimizer.
         norms: per-sample gradient norms of the last clipped batch, [B]. Not private.
-        mode: what the next backward does: "keep" what clipped sums need; "norms" only, as the first of two passes; or
-            form the "sums", as the second.
-        passes_in_last_step: number of backward passes that the last `pop_clipped_sums` has summed up.
+        mode: the task of the next backward: "keep" the tensors that clipped sums need; compute "norms" only, as the
+            first of two passes; or form the "sums", as the second.
+        passes_in_last_step: number of backward passes that the last `pop_clipped_sums` has added up.
         samples_in_last_step: number of samples in these passes.
-        unclipped_in_last_step: number of these whose gradients were not clipped, a scalar. Not private.
-        beside_layers: names of trained parameters that autograd has given a gradient, beside the layers.
-        limit: what the norms of the clipped sums are at most, of all passes since the sums began.
-        nonfinite: what happens to samples whose gradient norm is not finite: "refuse" refuses the step, and "drop" has
-            them add nothing to it.
-        dropped: the indices of the samples that were dropped since the sums began, in all physical batches of a step
-            one after the other. Not private.
+        unclipped_in_last_step: number of these samples whose gradients were not clipped, a scalar. Not private.
+        beside_layers: names of trained parameters that autograd has given a gradient outside of the layers.
+        limit: the limit of the clipped sums' norms, over all passes since the sums began.
+        nonfinite: the treatment of samples whose gradient norm is not finite: "refuse" refuses the step, and "drop"
+            leaves these samples out of it.
+        dropped: the indices of the samples that were dropped since the sums began, counted through all physical batches
+            of a step. Not private.
         dropped_in_all: the number of samples that were dropped in all steps. Not private.
         refusal: the error that the next step raises, where several ranks train the model.
-        is_captured: whether a CUDA graph of the pass is captured, whose norms are checked when it has been replayed.
+        is_captured: whether a CUDA graph of the pass is captured, whose norms are checked after each replay.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Bookkeeping:
         Args:
             layer: the layer.
             x: its input, [B, ...]; None where it is not needed. For a GenericLayer the Call.
-            g: the gradient of its output, [B, ...]. For a GenericLayer those of the outputs that the call lists.
+            g: the gradient of its output, [B, ...]. For a GenericLayer the gradients of the call's outputs.
             forward: the number of the forward in which the layer ran.
 
         Raises:
-            MemprofError: the layer saw another batch size than the layers before.
-            ValueError: a second backward without a step, where gradients must not accumulate (as Opacus does).
+            MemprofError: the layer saw another batch size than earlier layers.
+            ValueError: a second backward without a step, where gradients must not accumulate (as in Opacus).
         """
         size = layer.batch_size(x, g)
         current = self._pass_of(forward, size)
@@ -120,8 +120,7 @@ class Bookkeeping:
                 "every forward of the model before a backward the same samples."
             )
         if layer.is_shared and self.mode != "keep" and isinstance(g, torch.Tensor):
-            # The norms are those of a sum of several uses, and the clipped sums are formed of each by itself: they
-            # differ by what is rounded between.
+            # Norms are those of the summed uses, but clipped sums are formed for each use: they differ by rounding.
             g = g.to(accumulation_dtype(g.dtype))
         if self.mode == "sums":
             assert self._factors_of_sums is not None
@@ -142,7 +141,7 @@ class Bookkeeping:
         """Adds a second use of a layer that seemed to be used only once."""
         layer.is_shared = True
         if self.mode == "norms":
-            self._found_shared = True  # what the first use would have kept is gone: the pass is repeated
+            self._found_shared = True  # tensors of the first use were not kept: the pass is repeated
         else:
             current.add_shared(layer, current.kept.pop(layer), self.workspace)
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
@@ -156,13 +155,15 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """Returns the pass of a forward. Forwards of one call of `backward` have the same samples and belong to one
-        pass; those of different calls have different samples.
+        """Returns the pass of a forward.
+
+        Forwards of one call of `backward` have the same samples and belong to one pass. Forwards of different calls
+        have different samples.
         """
         for each in reversed(self._passes):
             if forward in each.forwards:
                 return each
-        # A checkpoint runs backward inside of backward, by another number than that which has reached the outputs.
+        # A checkpoint runs backward inside of backward, with another number than the backward that reached the outputs.
         tasks = self._tasks.get(forward) or {torch._C._current_graph_task_id()}
         for each in reversed(self._passes):
             if each.tasks & tasks:
@@ -193,8 +194,9 @@ class Bookkeeping:
             )
 
     def must_repeat_norms(self) -> bool:
-        """Returns whether the backward for the norms has to run again, because a layer turned out to be used more than
-        once. Its norms are dropped then.
+        """Returns whether the backward for the norms must run again, because a layer is used more than once.
+
+        Drops its norms in this case.
         """
         repeats, self._found_shared = self._found_shared, False
         if repeats:
@@ -223,9 +225,9 @@ class Bookkeeping:
     def _factors(self, each: BackwardPass) -> Factors:
         """Returns the clip factors of a pass, [B], for all parameters or by parameter.
 
-        They are those of Opacus and, for a mean loss, are multiplied by the batch size, since the gradients are those
-        of loss / B. A sample adds its gradient times its factor to the clipped sum, which has a norm of at most the
-        bound of the rule: that is the sensitivity of the sum.
+        They are those of Opacus. For a mean loss they are multiplied by the batch size, because the gradients are those
+        of loss / B. A sample adds its gradient times its factor to the clipped sum. This has a norm of at most the
+        bound of the rule, which is the sensitivity of the sum.
         """
         parameters, squares, owners = each.squared_norms(self.workspace)
         device, dtype = squares[0].device, squares[0].dtype
@@ -249,8 +251,9 @@ class Bookkeeping:
         return factors.mul_(scale)
 
     def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
-        """Drops the samples of a pass whose norms are not finite. A factor of 0 is not enough: 0 times infinity is NaN.
-        The host waits for the norms.
+        """Drops the samples of a pass whose norms are not finite. The host waits for the norms.
+
+        A factor of 0 would not be enough, because 0 times infinity is NaN.
         """
         finite = norms.isfinite()
         each.dropped = (~finite).nonzero().flatten().tolist()
@@ -265,12 +268,12 @@ class Bookkeeping:
         """Adds a pass whose clipped sums a CUDA graph has formed.
 
         Args:
-            batch_size: of the physical batch.
-            sums: by parameter.
-            check: of its norms, which has begun.
+            batch_size: the size of the physical batch.
+            sums: the clipped sums by parameter.
+            check: the check of its norms, which has begun.
 
         Raises:
-            ValueError: as `add`.
+            ValueError: a second backward without a step, where gradients must not accumulate (as in Opacus).
         """
         limit = limit_of_batch(batch_size, self.rule)
         self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit))
@@ -278,18 +281,18 @@ class Bookkeeping:
         self._norm_checks.append(check)
 
     def begin_step(self) -> None:
-        """Begins the sums of the next step. Called when those of the last step are not needed any more."""
+        """Begins the sums of the next step. Called when the sums of the last step are not needed any more."""
         self.limit = Limit()
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Replaces each of these clipped sums, where a pass since the last step holds it, by a copy."""
+        """Replaces the given clipped sums by copies in each pass since the last step that holds them."""
         for each in self._passes:
             for parameter, total in each.sums.items():
                 if total is given.get(parameter):
                     each.sums[parameter] = total.clone()
 
     def check_norms(self) -> None:
-        """Waits for the norms behind all clip factors, and raises MemprofError unless they are finite."""
+        """Waits for the norms of all clip factors, and raises MemprofError unless they are finite."""
         checks, self._norm_checks = self._norm_checks, []
         for check in checks:
             check.raise_unless_finite()
@@ -298,8 +301,8 @@ class Bookkeeping:
         """Checks that every pass has a gradient for each parameter.
 
         Args:
-            parameters: what the optimizer holds.
-            names: theirs.
+            parameters: the parameters of the optimizer.
+            names: their names.
 
         Raises:
             MemprofError: a parameter has no gradient, or there was no backward pass.
@@ -334,7 +337,8 @@ class Bookkeeping:
         return len(self._passes)
 
     def sort(self) -> None:
-        """Sorts what is kept, so that `pop_clipped_sums` yields sums in the order of the optimizer's parameters.
+        """Sorts the kept tensors, so that `pop_clipped_sums` yields sums in the order of the optimizer's parameters.
+
         Parameters that are used more than once come first.
         """
 
@@ -347,8 +351,9 @@ class Bookkeeping:
     def in_order(
         self, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields the sums of each pass in the order of the optimizer's parameters, whatever the layers have kept. Call
-        `sort` first, so that few sums wait for others.
+        """Yields the sums of each pass in the order of the optimizer's parameters, whatever order the layers have.
+
+        Call `sort` first, so that few sums wait for others.
         """
         ready: dict[int, torch.Tensor] = {}
         parameters, place = list(self.places), 0
@@ -360,7 +365,7 @@ class Bookkeeping:
                 place = (place + 1) % len(parameters)
 
     def pop_clipped_sums(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its clipped sum, once for every pass, and removes what was kept.
+        """Yields each parameter with its clipped sum, once for every pass, and removes the kept tensors.
 
         Adding or removing one sample changes the sums by at most the bound of the clipping rule, in L2 norm over all
         parameters. Call `check_norms` before the sums are used.
@@ -390,7 +395,7 @@ class Bookkeeping:
                 yield parameter, shared.clipped_sum(of_parameter, self.workspace)
             if not isinstance(own, dict):
                 yield from pop_small_sums(each.kept, own)
-                # A model may have hundreds of small layers, of which nothing is left now.
+                # A model may have hundreds of small layers; their tensors are released here.
                 each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
             splits = None if isinstance(own, dict) else Splits(each.kept, own)
             while each.kept:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that norms are finite, and that clipped sums are not larger than their samples allow. The device does not wait
-for the host.
+"""Checks that norms are finite, and that clipped sums are not larger than their samples allow.
+
+The device does not wait for the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.errors import MemprofError
 
-_TOLERANCE = 1e-3  # of rounding, relative
+_TOLERANCE = 1e-3  # relative, for rounding
 
 
 class HostCopy:
@@ -39,12 +40,13 @@ class HostCopy:
 
 
 class NormCheck:
-    """Checks that per-sample norms are finite, asynchronously: the result is copied to the host when the norms are
-    ready, and read after more work has been queued.
+    """Checks asynchronously that per-sample norms are finite.
+
+    The result is copied to the host when the norms are ready, and read after more work has been queued.
 
     Args:
         norms: per-sample norms, [B].
-        squared_norms: by layer, [layers, B].
+        squared_norms: squared norms by layer, [layers, B].
         owners: layers, or gradients that several layers share, in the order of the squared norms.
     """
 
@@ -80,7 +82,7 @@ class Limit:
     Attributes:
         samples: the number of samples that have been added up.
         total: the sum of their bounds.
-        by_parameter: as `total`, for each parameter, where parameters have bounds of their own.
+        by_parameter: the sums of bounds by parameter, where parameters have bounds of their own.
         bound: the largest bound that a sample was clipped to.
     """
 
@@ -104,7 +106,7 @@ def limit_of_batch(samples: int, rule: ClipRule) -> Limit:
 
 
 class SumCheck:
-    """Checks that the norm of a clipped sum is at most the sum of the samples' bounds, asynchronously.
+    """Checks asynchronously that the norm of a clipped sum is at most the sum of the samples' bounds.
 
     It runs in every step and finds large errors whatever their cause.
     """
@@ -127,18 +129,21 @@ class SumCheck:
         """Raises MemprofError, naming a parameter, if the norm of the sums exceeds the limit.
 
         Args:
-            limit: of these sums, on all ranks that they are from.
+            limit: the limit of these sums, over all ranks that contributed.
             names: returns the parameters' names.
 
         Returns:
             The norm relative to the limit; None without samples.
+
+        Raises:
+            MemprofError: the norm exceeds the limit, or is NaN.
         """
         assert self._norms is not None, "begin has not been called"
         norms: list[float] = self._norms.get().tolist()
         total = math.hypot(*norms)
         most = limit.by_parameter
         pairs = list(zip(norms, most, strict=True)) if most else [(total, limit.total)]
-        if all(found <= allowed * (1 + _TOLERANCE) for found, allowed in pairs):  # NaN is not
+        if all(found <= allowed * (1 + _TOLERANCE) for found, allowed in pairs):  # also false for NaN
             return max((found / allowed for found, allowed in pairs if allowed), default=None)
         named = names()
         for norm, name in zip(norms, named, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the samples of a batch are in a tensor."""
+"""The position of a batch's samples in a tensor."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,19 @@ import torch
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the samples are in a tensor.
+    """The position of samples in a tensor.
 
     Attributes:
         dim: the dimension that has the samples, 0 or 1.
-        sample_major: whether a dimension that has several rows for each sample (windows of an image, tokens of a
-            text) has all rows of the first sample first; otherwise the first rows of all samples come first.
+        sample_major: for a dimension with several rows per sample (windows of an image, tokens of a text): whether all
+            rows of the first sample come first. Otherwise the first rows of all samples come first.
     """
 
     dim: int = 0
     sample_major: bool = True
 
     def rows(self, x: torch.Tensor, batch: int) -> int | None:
-        """Returns the number of rows that `x` has for each of `batch` samples; None if it cannot be arranged like
-        this.
-        """
+        """Returns the number of rows per sample in `x`, for `batch` samples; None if this arrangement does not fit."""
         if x.dim() <= self.dim or (batch and x.shape[self.dim] % batch):
             return None
         rows = x.shape[self.dim] // batch if batch else 1
@@ -43,8 +41,9 @@ CANDIDATES = (PLAIN, Arrangement(sample_major=False), Arrangement(dim=1))
 
 
 def expand_over_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """Returns a view of `x`, which has no batch dimension, with one in front. A first dimension of size 1 is expanded;
-    any other stays behind the new one.
+    """Returns a view of `x`, which has no batch dimension, with a batch dimension in front.
+
+    A first dimension of size 1 is expanded; any other dimension stays behind the new one.
     """
     return (x if x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(batch, *[-1] * _rank(x))
 

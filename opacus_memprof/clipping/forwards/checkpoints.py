@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpoints inside of a module whose forward is repeated for the gradients of its parameters.
+"""Activation checkpoints inside a module whose forward is repeated for the gradients of its parameters.
 
-While it runs, the parameters do not require grad, and a checkpoint has to run its function in the same way again. When
-the forward is repeated, checkpoints call their function directly: a reentrant one gives parameters that its function
-reaches by itself no gradient, and others cannot run under `torch.func`.
+While the module runs, its parameters do not require grad. A checkpoint must run its function again under the same
+conditions. When the forward is repeated, checkpoints call their function directly, for two reasons: a reentrant
+checkpoint gives no gradient to parameters that its function does not take as arguments, and other checkpoints cannot
+run under `torch.func`.
 """
 
 import threading
@@ -43,7 +44,10 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def freeze_in_checkpoints(parameters: Sequence[torch.Tensor]) -> None:
-    """Has what this thread checkpoints, until `end_freezing_in_checkpoints`, run again with these parameters frozen."""
+    """Freezes these parameters when functions that this thread checkpoints from now on run again.
+
+    Ends with `end_freezing_in_checkpoints`.
+    """
     _begin()
     _thread.frozen.append(parameters)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a module that its forward may change, and how to restore it after a forward that does not count."""
+"""The state of a module that its forward may change, and how to restore it."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class ModuleState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def has_changed(self) -> bool:
-        """Returns whether anything has changed since."""
+        """Returns whether anything has changed since then."""
         return (
             any(_differ(d, saved) for d, saved in zip(self._dicts, self._attributes, strict=True))
             or any(not _same_content(value, copy) for value, copy in self._contents)

@@ -18,8 +18,8 @@ class RandomState:
     """The states of the generators of torch, Python and NumPy at one moment.
 
     Attributes:
-        cpu: the state of torch's generator of the CPU.
-        cuda: for each GPU that counts, its index and the state of its generator.
+        cpu: the state of torch's CPU generator.
+        cuda: for each GPU that is used, its index and the state of its generator.
         python: the state of Python's generator.
         numpy: the state of NumPy's legacy generator; None if NumPy was not imported.
     """
@@ -31,18 +31,18 @@ class RandomState:
 
     @classmethod
     def now(cls, *devices: torch.device) -> RandomState:
-        """Returns the current states: those of the CPU, and of the GPUs among `devices`."""
+        """Returns the current states of the CPU's generators, and of the GPUs among `devices`."""
         gpus = sorted({each.index for each in devices if each.type == "cuda"})
         cuda = [(index, torch.cuda.get_rng_state(index)) for index in gpus]
         numpy = sys.modules.get("numpy.random")
         return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.get_state())
 
     def device_type(self) -> str:
-        """Returns the type of the device whose generator counts, beside the CPU's."""
+        """Returns the type of the device whose generator is included in addition to the CPU's."""
         return "cuda" if self.cuda else "cpu"
 
     def has_moved(self) -> bool:
-        """Returns whether a random number has been drawn since."""
+        """Returns whether a random number has been drawn since then."""
         now = RandomState.now()
         if not torch.equal(self.cpu, now.cpu) or self.python != now.python or not _same_numpy(self.numpy, now.numpy):
             return True
@@ -57,7 +57,7 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Sets the generators to these states inside the context, and back to their own behind it."""
+        """Sets the generators to these states inside the context, and to their previous states afterwards."""
         with torch.random.fork_rng([index for index, _ in self.cuda]):
             numpy = sys.modules.get("numpy.random")
             others = random.getstate(), None if numpy is None else numpy.get_state()

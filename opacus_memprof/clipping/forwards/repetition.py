@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats a module's forward to find per-sample gradients of its parameters, whatever it computes.
+"""Repeats a module's forward to compute per-sample gradients of its parameters, for any module.
 
-There are three ways, from the fastest to the most general: all samples at once under `torch.func.vmap`; one sample at
-a time; and the whole batch with the same random numbers, followed by one backward for each sample. `matches` says
-whether a way repeats what the module computed.
+There are three ways, from the fastest to the most general: all samples at once under `torch.func.vmap`; one sample at a
+time; and the whole batch with the same random numbers, followed by one backward for each sample. `matches` says whether
+a way reproduces the module's output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from opacus_memprof.clipping.workspace import slices
 Way = Literal["vmap", "loop", "whole"]
 WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")
 Gradients = dict[str, torch.Tensor]
-_PLACE = object()  # of a tensor that autograd has saved
+_PLACE = object()  # stands for a tensor that autograd has saved
 
 
 class _Thread(threading.local):
@@ -39,7 +39,7 @@ _thread = _Thread()
 
 
 def is_repeating() -> bool:
-    """Returns whether this thread repeats a forward, in which hooks do nothing."""
+    """Returns whether this thread repeats a forward, during which hooks do nothing."""
     return _thread.repeating
 
 
@@ -54,7 +54,7 @@ def repeating() -> Iterator[None]:
 
 
 class _WithoutHooks(nn.Module):
-    """A module without its own hooks, which change the output after what is repeated."""
+    """A module without its own hooks, which change the output after the part that is repeated."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Call:
 
     Attributes:
         batch: the number of samples.
-        leaves: the arguments, flattened; `structure` puts them together again.
-        arrangements: where the samples are in each of the leaves; None for what all samples share.
-        outputs: where the samples are in the output's leaves, by their index; None for what all samples share.
-        random: what the random number generators began with, if the forward is repeated as a whole.
+        leaves: the arguments, flattened; `structure` is their tree structure.
+        arrangements: the position of the samples in each leaf; None for leaves that all samples share.
+        outputs: the position of the samples in the output's leaves, by index; None for leaves that all samples share.
+        random: the initial state of the random number generators, if the forward is repeated as a whole.
         autocast: device type, dtype and whether it was enabled.
-        state: the state that the module began with, if its forward changes that.
-        draws: whether the module draws random numbers in it.
+        state: the initial state of the module, if its forward changes it.
+        draws: whether the module draws random numbers in this call.
     """
 
     batch: int
@@ -90,7 +90,7 @@ class Call:
     draws: bool = False
 
     def leave_caches_out(self) -> None:
-        """Drops caches of keys and values (of transformers): a repeated forward would append to them again."""
+        """Drops caches of keys and values (of transformers), because a repeated forward would append to them again."""
         self.leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in self.leaves]
 
     def detached_tensors(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class Call:
             now.restore()
 
     def by_sample(self) -> list[Any]:
-        """Returns the leaves; those that have samples as [batch, *shape in a batch of one]."""
+        """Returns the leaves; leaves with samples have the shape [batch, *shape in a batch of one]."""
         pairs = zip(self.leaves, self.arrangements, strict=True)
         return [leaf if where is None else where.by_sample(leaf, self.batch) for leaf, where in pairs]
 
@@ -152,7 +152,7 @@ class Repetition:
 
     Args:
         module: the module, whose hooks the caller has switched off.
-        parameters: by their names in the module.
+        parameters: the parameters by their names in the module.
         way: how the call is repeated.
     """
 
@@ -165,8 +165,8 @@ class Repetition:
 
         Args:
             call: the call.
-            gradients: of the outputs that the call lists, with the batch where the outputs have it (or first, for
-                outputs that all samples share).
+            gradients: the gradients of the outputs that the call lists. Their batch is in the outputs' dimension, or in
+                the first one for outputs that all samples share.
             size: number of samples.
         """
         if call.batch == 0:
@@ -215,14 +215,14 @@ class Repetition:
                 if where is None:
                     of_sample.append(g[n])
                 else:
-                    masked = torch.zeros(output.shape, dtype=g.dtype, device=g.device)  # contiguous: below is a view
+                    masked = torch.zeros(output.shape, dtype=g.dtype, device=g.device)  # contiguous, for a view
                     where.by_sample(masked, call.batch)[n] = where.by_sample(g, call.batch)[n]
                     of_sample.append(masked)
             found = _gradients(outputs, of_sample, values, retain_graph=n + 1 < call.batch)
             yield slice(n, n + 1), {name: g.unsqueeze(0) for name, g in found.items()}
 
     def matches(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
-        """Returns whether repeating the call in this way gives the same outputs, and gradients."""
+        """Returns whether repeating the call in this way gives the same outputs and gradients."""
         return self._gives_outputs(call, outputs) and self._gives_gradients(call, outputs)
 
     def _gives_gradients(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
@@ -232,7 +232,7 @@ class Repetition:
         ]
         try:
             next(self.chunks(call, zeros, call.batch))
-        except Exception:  # an operation that vmap knows, but not its gradient
+        except Exception:  # vmap may support an operation, but not its gradient
             return False
         return True
 
@@ -253,7 +253,7 @@ class Repetition:
                     if not all(close(f, e[n]) for f, e in zip(found, expected, strict=True)):
                         return False
                 return True
-        except Exception:  # any exception of the user's module or of vmap: this way does not work
+        except Exception:  # the user's module or vmap may raise anything: this way does not work
             return False
 
     def _expected(self, call: Call, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

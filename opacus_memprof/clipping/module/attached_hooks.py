@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the hooks of flash_clip are: on the modules that a program may call, on layers and on parameters."""
+"""Attaches the hooks of flash_clip to layers, parameters, and the modules that a program may call."""
 
 import sys
 import weakref
@@ -19,13 +19,12 @@ from opacus_memprof.clipping.proof.program_context import run_hooks, run_pre_hoo
 class AttachedHooks:
     """The hooks of flash_clip on a model.
 
-    Every module with trained parameters in it may be called by the program (an entry). Every module of a layer is
-    tapped, and every trained parameter is watched for a gradient of autograd.
+    The program may call every module that contains trained parameters (an entry). Every layer's module is tapped. Every
+    trained parameter is watched for gradients from autograd.
 
     Args:
-        handles: the list to which the handles of all hooks are added.
-        before_entry, before_layer: forward pre-hooks with kwargs.
-        after_entry, after_layer: forward hooks with kwargs, which are also called if the forward raises.
+        handles: the list to which the handles of all hooks are added. before_entry, before_layer: forward pre-hooks
+        with kwargs. after_entry, after_layer: forward hooks with kwargs, which are also called if the forward raises.
         note_gradient: called with the name of a parameter that autograd has given a gradient.
     """
 
@@ -42,7 +41,7 @@ class AttachedHooks:
         self.handles, self.note_gradient = handles, note_gradient
         self._before_entry, self._after_entry = before_entry, after_entry
         self._before_layer, self._after_layer = before_layer, after_layer
-        self._entries: dict[nn.Module, tuple[int, int]] = {}  # the ids of the hooks
+        self._entries: dict[nn.Module, tuple[int, int]] = {}  # ids of the hooks
         self._taps: dict[nn.Module, int] = {}
         self._watched: dict[int, RemovableHandle] = {}  # by id of the parameter
 
@@ -81,9 +80,7 @@ class AttachedHooks:
                 _hooks_of(module).move_to_end(tap, last=False)
 
     def run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward of a module between the hooks of layers and of users, as a call does, without its entry
-        hooks.
-        """
+        """Runs a module's forward with the hooks of layers and users, but without its entry hooks."""
         before, after = self._entries[entry]
         args, kwargs = run_pre_hooks(entry, before, args, kwargs)
         args, kwargs = self._before_layer(entry, args, kwargs) or (args, kwargs)
@@ -95,24 +92,24 @@ class AttachedHooks:
         return run_hooks(entry, after, args, kwargs, output if changed is None else changed)
 
     def _attach_entry(self, module: nn.Module) -> None:
-        """Adds hooks to what the program calls: one before, and one after all hooks that are there."""
+        """Adds entry hooks to a module: one before and one after all hooks that are there."""
         before = module.register_forward_pre_hook(_untraced(self._before_entry), with_kwargs=True, prepend=True)
         after = module.register_forward_hook(_untraced(self._after_entry), with_kwargs=True, always_call=True)
         self._entries[module] = before.id, after.id
         self.handles += [before, after]
 
     def _attach_layer(self, module: nn.Module) -> None:
-        """Taps a layer's output before any other hook, of users or of the profiler, can change it."""
+        """Taps a layer's output before other hooks, of users or of the profiler, can change it."""
         before = module.register_forward_pre_hook(_untraced(self._before_layer), with_kwargs=True)
         tap = module.register_forward_hook(
             _untraced(self._after_layer), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
         )
         self._taps[module] = tap.id
-        _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first
+        _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first hook
         self.handles += [before, tap]
 
     def _watch(self, parameter_names: Mapping[nn.Parameter, str]) -> None:
-        """Notes gradients of autograd, which a trained parameter gets only if it is used outside of its layers."""
+        """Watches trained parameters: autograd gives them a gradient only if they are used outside of their layers."""
         for parameter, name in parameter_names.items():
             watched = self._watched.get(id(parameter))
             if watched is None or watched.hooks_dict_ref() is None:
@@ -122,10 +119,10 @@ class AttachedHooks:
 
 
 class _NoteGradient:
-    """A parameter's hook, which notes that autograd has given the parameter a gradient."""
+    """A parameter's hook that reports a gradient from autograd."""
 
     def __init__(self, owner: AttachedHooks, name: str) -> None:
-        self.owner = weakref.ref(owner)  # Python's garbage collector finds no cycle through a parameter's hook
+        self.owner = weakref.ref(owner)  # Python's garbage collector cannot find a cycle through a parameter's hook
         self.name = name
 
     def __call__(self, parameter: torch.Tensor) -> None:
@@ -138,24 +135,25 @@ class _NoteGradient:
 
 
 def _hooks_of(module: nn.Module) -> Any:
-    """Returns the forward hooks of a module, by id, in the order of their calls."""
+    """Returns the forward hooks of a module by id, in the order in which they are called."""
     return module._forward_hooks
 
 
 def _is_tapped_first(module: nn.Module) -> bool:
     """Returns whether a module's tap comes before its other hooks.
 
-    Also before FSDP's: in backward it then gathers the parameters before the tap keeps anything, and its buffer has
-    gone by then. An embedding needs no parameters there.
+    A tap must precede FSDP's hooks, too. Then backward gathers the parameters before the tap keeps tensors, and has
+    released FSDP's buffer by that time. An embedding needs no parameters there.
     """
     return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
 
 
 def _untraced(hook: Any) -> Any:
-    """Keeps torch.compile, where a program uses it, from tracing a bound method: a hook is not a part of the model's
-    graph, and a tracer would reach the model from it that it is tracing.
+    """Excludes a bound method from tracing by torch.compile, where a program uses it.
+
+    A hook is not a part of the model's graph. Through it, a tracer would reach the model that it is tracing.
     """
-    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
         return hook
     function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
     return MethodType(function, hook.__self__)

@@ -40,16 +40,16 @@ class CallProofs:
 
     Args:
         registry: the layers of the model.
-        hooks: of the layers.
-        bookkeeping: what backward keeps.
-        certificate: where proofs are recorded.
+        hooks: the hooks of the layers.
+        bookkeeping: the tensors that backward keeps.
+        certificate: the record of all proofs.
         check: how often a situation is checked.
-        run: calls a module with arguments, between the hooks of layers.
+        run: calls a module with arguments, with the hooks of layers.
         attach: adds hooks to modules that have become layers.
 
     Attributes:
         joint: proofs that all ranks run together, under FSDP2; otherwise None.
-        last_situation: of the last call.
+        last_situation: the situation of the last call.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CallProofs:
         self.follow(registry, check)
 
     def follow(self, registry: LayerRegistry, check: Check) -> None:
-        """Begins anew with the layers of a model, of which no situation is known."""
+        """Starts again with the layers of a model. Forgets all situations."""
         self.registry = registry
         self._state = ModelState(registry.model)
         self._structure: tuple[Any, ...]
@@ -86,11 +86,11 @@ class CallProofs:
         return self._state.structure(), self._state.modes()
 
     def has_new_structure(self) -> bool:
-        """Returns whether the model has other layers, or trains other parameters, than were followed."""
+        """Returns whether the model's layers or trained parameters have changed since `follow`."""
         return self._state.structure() != self._structure
 
     def follow_modes(self) -> bool:
-        """Returns whether the model's modes, hooks or attributes have changed, which the next proof depends on.
+        """Returns whether the model's modes, hooks or attributes have changed, so that another proof is needed.
 
         Raises:
             MemprofError: the model cannot be clipped exactly any more.
@@ -106,8 +106,8 @@ class CallProofs:
         """Finds the situation of a call, and proves it if it is new or due.
 
         Args:
-            call: the call; its situation is set.
-            error: under FSDP2, what this rank has raised already: all ranks have to learn of it.
+            call: the call, whose situation is set.
+            error: under FSDP2, the error that this rank has raised; all ranks must learn of it.
 
         Raises:
             MemprofError: clipping would not be exact.
@@ -166,7 +166,7 @@ class CallProofs:
         situation.record = self.certificate.situation(description)
 
     def _note_proof(self, situation: Situation) -> None:
-        """Adds to the certificate that a situation was proved on all samples of the current forward."""
+        """Records in the certificate that a situation was proved on all samples of the current forward."""
         if situation.record is not None and self.situations.check != "off":
             situation.record.note("mixing", situation.share)
             if not self.registry.is_sharded:
@@ -182,7 +182,7 @@ class CallProofs:
     def _prove_on_all_ranks(
         self, call: Call, shared: JointProofs, description: object, error: MemprofError | None
     ) -> None:
-        """Proves on all ranks, with the same samples, what one of them has not proved yet or has to check again."""
+        """Runs a proof on all ranks, with the same samples, if any rank needs one for its situation."""
         hooks, batch, is_checked_again = self.hooks, self.hooks.batch, False
         while True:
             known = self.situations.known.get(call.key)
@@ -204,8 +204,9 @@ class CallProofs:
         return not self.registry.is_sharded and is_explained(self.situations.check, forward)
 
     def is_unproved(self, call: Call, situation: Situation, output: Any) -> bool:
-        """Returns whether the forward has called its layers in an order, or computed its output by operations, that no
-        proof has seen. What made it do so, such as a global variable, need not be known.
+        """Returns whether the forward used an order of layers, or operations for its output, that no proof covers.
+
+        The cause of the difference, such as a global variable, need not be known.
         """
         hooks = self.hooks
         if not hooks.batch or self.situations.check == "off":
@@ -267,8 +268,8 @@ class CallProofs:
         """Proves a forward that has called its layers in a new order, or computed its output by new operations.
 
         Returns:
-            Its output; if its layers have to be followed in another way, the output of another forward with the same
-            random numbers.
+            Its output. If layers must be handled differently, the output of another forward with the same random
+            numbers.
 
         Raises:
             MemprofError: clipping would not be exact, or the order changes from call to call.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of the model by the program: what it needs until its backward, and which of its steps are explained."""
+"""A program's call of the model, the data that its backward needs, and the check of steps against outputs."""
 
 import functools
 from dataclasses import dataclass
@@ -21,24 +21,23 @@ from opacus_memprof.clipping.proof.situations import Situation
 from opacus_memprof.errors import MemprofError
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
-"""Tensors of the model's output, each with where it has the samples; None for what all samples share."""
+"""Tensors of the model's output, each with the position of its samples; None for tensors that all samples share."""
 
 
 @dataclass
 class Call:
-    """A call of the model, or of a part of it, by the program.
+    """A program's call of the model or of a part of it.
 
     Attributes:
-        entry: the module that is called.
-        args, kwargs: what it is called with.
-        is_off: whether nothing is followed: without gradients, or in eval mode.
-        depth: how often the module is running, as one that calls itself is.
-        random: what the random number generators began with; None while a CUDA graph is captured.
-        key: of the situation.
+        entry: the module that is called. args, kwargs: its arguments.
+        is_off: whether the call is ignored, because gradients are disabled or the module is in eval mode.
+        depth: the number of running calls of this module; above 1 if it calls itself.
+        random: the initial state of the random number generators; None while a CUDA graph is captured.
+        key: the key of the situation.
         situation: the situation.
-        is_proved: whether this forward was proved, rather than one before.
-        cannot_run: why the module cannot run on other samples.
-        record: what is needed to repeat the forward, if its step is going to be explained.
+        is_proved: whether this forward was proved, rather than an earlier one.
+        cannot_run: the error for which the module cannot run on other samples.
+        record: the data that is needed to repeat the forward, if its step will be explained.
     """
 
     entry: nn.Module
@@ -55,11 +54,11 @@ class Call:
 
 
 class ExplainedSteps:
-    """The forwards whose steps are compared with what the outputs of the model explain.
+    """Forwards whose steps are compared with the gradients that the outputs of the model explain.
 
     Args:
-        hooks: of the layers.
-        bookkeeping: what backward keeps.
+        hooks: the hooks of the layers.
+        bookkeeping: the tensors that backward keeps.
     """
 
     def __init__(self, hooks: LayerHooks, bookkeeping: Bookkeeping) -> None:
@@ -71,8 +70,9 @@ class ExplainedSteps:
         self._records.clear()
 
     def add(self, call: Call, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
-        """Adds a forward. Returns the output, and its tensors, with aliases of these: of an output from which others
-        are computed, only what the program does with it counts.
+        """Adds a forward, and returns its output and the output's tensors, replaced by aliases.
+
+        Other outputs may be computed from an output. With an alias, only the program's use of the output counts.
         """
         assert call.record is not None
         assert call.random is not None
@@ -92,10 +92,10 @@ class ExplainedSteps:
             record.add(place, gradient)
 
     def check(self, trained: dict[nn.Parameter, str]) -> None:
-        """Compares what recorded steps have kept with what their outputs explain. Called before sums are formed.
+        """Compares the recorded steps with the gradients that their outputs explain. Called before sums are formed.
 
         Raises:
-            MemprofError: a gradient has come beside the outputs.
+            MemprofError: a gradient did not come through the outputs.
         """
         records, self._records = self._records, {}
         for each in self.bookkeeping.backward_passes():
@@ -104,7 +104,7 @@ class ExplainedSteps:
                 try:
                     with self.hooks.off(), without_compiled_autograd(), without_saved_tensors_hooks():
                         check_explained(each, own, trained, self.bookkeeping.workspace)
-                except torch.OutOfMemoryError:  # beside what the step needs; a later forward is explained instead
+                except torch.OutOfMemoryError:  # no memory left beside the step; a later forward is explained instead
                     continue
                 for proof, forward in (record.proof for record in own if record.proof is not None):
                     proof.note("explained", forward=forward)
@@ -113,13 +113,12 @@ class ExplainedSteps:
 
 
 def detach_for_two_passes(output: Any, outputs: Outputs, hooks: LayerHooks) -> tuple[Any, Outputs]:
-    """Detaches outputs from the model's graph, through which their backward runs twice: for the norms, and for the
-    clipped sums.
+    """Detaches outputs from the model's graph. Backward runs through this graph twice, for norms and for clipped sums.
 
     Args:
-        output: of the model.
-        outputs: its tensors that the loss may be computed from.
-        hooks: of the layers.
+        output: the output of the model.
+        outputs: its tensors from which the loss may be computed.
+        hooks: the hooks of the layers.
 
     Returns:
         The output and its tensors.
@@ -146,11 +145,12 @@ def detach_for_two_passes(output: Any, outputs: Outputs, hooks: LayerHooks) -> t
 
 
 def one_pass_fits(kept_bytes: int, allocated_before: int) -> bool:
-    """Returns whether what one pass keeps fits into device memory. Backward releases what forward has allocated, so
-    only the bytes beyond that must be free.
+    """Returns whether the tensors that one pass keeps fit into device memory.
+
+    Backward releases what forward has allocated, so only the bytes beyond that must be free.
 
     Args:
-        kept_bytes: what backward will keep.
+        kept_bytes: bytes that backward will keep.
         allocated_before: bytes that were allocated before the forward.
     """
     if kept_bytes == 0:
@@ -164,7 +164,7 @@ def one_pass_fits(kept_bytes: int, allocated_before: int) -> bool:
 
 
 def allocated_bytes() -> int:
-    """Returns torch.cuda.memory_allocated(), in a fifth of its time: it sorts all statistics."""
+    """Returns torch.cuda.memory_allocated() in a fifth of its time, which it spends on sorting all statistics."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 
@@ -184,5 +184,5 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def wheres_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:
-    """Returns where the outputs of an empty batch have the samples, before any other batch has told."""
+    """Returns the position of samples in the outputs of an empty batch, before any other batch has shown it."""
     return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]

@@ -45,8 +45,8 @@ from opacus_memprof.errors import MemprofError
 class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     """The hooks of flash_clip on a model, without a wrapper around it.
 
-    While a trainable layer runs, its parameters do not require grad, so that autograd forms no weight gradients, which
-    differential privacy could not use. A node on the layer's output (`tap_gradient`) passes on what is needed.
+    While a trainable layer runs, its parameters do not require grad. Autograd then forms no weight gradients, which
+    differential privacy could not use. A node on the layer's output (`tap_gradient`) passes on its input and gradient.
 
     Args:
         m: the model.
@@ -55,13 +55,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         strict: for compatibility with Opacus; unsupported layers are always refused.
         max_grad_norm: the bound of a sample's gradient, or one for each parameter; see ClipRule.
         clipping: how the bound is applied; see ClipRule.
-        workspace_mb: ceiling, in MiB, on the temporaries of one layer's norm or clipped sum.
+        workspace_mb: limit on the temporaries of one layer's norm or clipped sum, in MiB.
         passes: 1 keeps what the clipped sums need during a single backward; 2 keeps nothing, and runs backward through
-            the model twice; "auto" is 1 unless what it keeps would not fit in device memory.
-        check: when it is proved that clipping is exact: "first" in each situation, "sometimes" again (2nd, 4th, 8th, …
-            forward), "always" or "off".
-        nonfinite: what a sample does whose gradient norm is not finite (NaN, infinity, overflow). "refuse": the step
-            raises MemprofError, which depends on the data. "drop": the sample adds nothing to the sum, as if its
+            the model twice; "auto" is 1 unless the kept tensors would not fit into device memory.
+        check: when exact clipping is proved: "first" in each situation, "sometimes" again (2nd, 4th, 8th, … forward),
+            "always" or "off".
+        nonfinite: the treatment of samples whose gradient norm is not finite (NaN, infinity, overflow). "refuse": the
+            step raises MemprofError, which depends on the data. "drop": the sample adds nothing to the sum, as if its
             gradient were zero; see DPOptimizerFlashClip.dropped_samples. On CUDA the host then waits for the norms.
 
     Raises:
@@ -131,7 +131,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     @property
     def situations(self) -> Situations:
-        """The situations of the model that are known."""
+        """The known situations of the model."""
         return self._proofs.situations
 
     @property
@@ -145,16 +145,19 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return self.situations.trained
 
     def modes(self) -> tuple[Any, Any]:
-        """Returns what a proof depends on and a program may change between two forwards: the model's structure, modes,
-        hooks, replaced forwards and attributes.
+        """Returns the state of the model that proofs depend on and that a program may change between two forwards.
+
+        These are the model's structure, modes, hooks, replaced forwards and attributes.
         """
         return self._proofs.modes()
 
     def check_explained(self) -> None:
-        """Compares the recorded steps with what the outputs of the model explain. Called before sums are formed.
+        """Compares the recorded steps with the gradients that the outputs of the model explain.
+
+        Called before sums are formed.
 
         Raises:
-            MemprofError: a gradient came from elsewhere than the outputs.
+            MemprofError: a gradient did not come through the outputs.
         """
         self._explained.check(self.trained)
 
@@ -171,7 +174,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.hooks_enabled = True
 
     def remove_hooks(self) -> None:
-        """Removes the hooks, and drops what backward has kept."""
+        """Removes the hooks, and drops the tensors that backward has kept."""
         self.disable_hooks()
         self._attached.remove()
         self._explained.clear()
@@ -182,8 +185,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._attached.attach(self.registry, self.registry.parameter_names())
 
     def _note_gradient(self, name: str) -> None:
-        """Notes that autograd has given a parameter a gradient. In a proof, which runs in a call, the layers' gradients
-        are compared with autograd's.
+        """Notes that autograd has given a parameter a gradient.
+
+        In a proof, which runs inside a call, the layers' gradients are compared with autograd's instead.
         """
         if not self.hooks_enabled or self.layer_hooks.is_off or self._call is not None:
             return
@@ -200,7 +204,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return False
         return hooks.observe is not None if hooks.is_probing else True
 
-    # --- a layer ---
+    # --- hooks of a layer ---
     def _before_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -233,15 +237,16 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return result
 
     def _refuse(self, error: MemprofError) -> None:
-        """Raises an error of the program's forward or, where several ranks train the model, keeps it for the step. In a
-        proof, which tries what may fail, it is always raised.
+        """Raises an error of the program's forward or, if several ranks train the model, keeps it for the step.
+
+        During a proof, which tries calls that may fail, it is always raised.
         """
         hooks = self.layer_hooks
         if hooks.is_probing or hooks.bookkeeping is not self.bookkeeping:
             raise error
         self.bookkeeping.refusal.add(error)
 
-    # --- what the program calls: the model, or a part of it by itself ---
+    # --- hooks of the modules that the program calls: the model, or a part of it by itself ---
     def _before_entry(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -261,12 +266,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._begin(self._call)
         except MemprofError as error:
             self.certificate.refuse(error)
-            if self._proofs.joint is not None:  # all ranks have raised one
+            if self._proofs.joint is not None:  # all ranks have raised an error
                 raise
             self.bookkeeping.refusal.add(error)
             self._call.is_off = True
             return None
-        # A hook that a call's hooks add to the module does not run in that call.
+        # A hook that is added while a module's hooks run is not called in that call.
         is_new = self._attached.is_tapped(module) and not was_layer
         return self._before_layer(module, args, kwargs) if is_new else None
 
@@ -294,7 +299,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._allocated_before = allocated_bytes()
 
     def _follow_changes(self) -> None:
-        """Adapts to changes that the program has made in the model: layers, trained parameters, modes and hooks.
+        """Adapts to the program's changes of the model: layers, trained parameters, modes and hooks.
 
         Raises:
             MemprofError: the model cannot be clipped exactly any more.
@@ -353,7 +358,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "
                 "tensors, or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
-        # Tensors in other objects, such as a cache of keys and values, are not what a loss is computed from.
+        # A loss is not computed from tensors in other objects, such as a cache of keys and values.
         leaves = {id(leaf) for leaf in tree_flatten(output)[0]}
         others = [(x, where) for x, where in outputs if id(x) not in leaves]
         output, outputs = self._two_passes(output, [(x, where) for x, where in outputs if id(x) in leaves])
@@ -371,7 +376,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         return output
 
     def _two_passes(self, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
-        """Has backward run twice from these outputs, if it should."""
+        """Makes backward run twice from these outputs, if two passes are needed."""
         if self.passes == 1 or self.bookkeeping.refusal.error is not None:
             return output, outputs
         if self.passes == "auto" and (

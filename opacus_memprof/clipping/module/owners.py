@@ -14,9 +14,7 @@ _OWNERS: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its h
 
 
 def remember_owner(hooks: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Records that these parameters belong to the model with these FlashClipHooks. The latest hooks of a parameter
-    count.
-    """
+    """Records that these parameters belong to the model with these FlashClipHooks, replacing earlier records."""
     reference = weakref.ref(hooks)
     for parameter in parameters:
         _OWNERS[parameter] = reference

@@ -9,7 +9,7 @@ from opacus_memprof.errors import MemprofError
 
 
 def optimizer_class(clipping: str, distributed: bool, is_sharded: bool = False) -> type[DPOptimizerFlashClip]:
-    """Returns the optimizer class for a kind of clipping and of parallelism.
+    """Returns the optimizer class for a kind of clipping and parallelism.
 
     Args:
         clipping: "flat", "per_layer", "adaptive" or "automatic".

@@ -15,22 +15,23 @@ from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  # type: ignore[misc]
     """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871).
 
-    Its arguments and the updates of the bound are those of opacus.optimizers.AdaClipDPOptimizer.
+    It takes the same arguments and updates the bound in the same way as opacus.optimizers.AdaClipDPOptimizer.
     """
 
-    _is_alone = False  # samples are counted between
+    _is_alone = False  # samples are counted between clipping and noise
     sample_size: int
     unclipped_num: Any
 
     def clip_and_accumulate(self) -> None:
-        """As DPOptimizerFlashClip.clip_and_accumulate; also counts the samples that are not clipped."""
+        """Does what DPOptimizerFlashClip.clip_and_accumulate does; also counts the samples that are not clipped."""
         super().clip_and_accumulate()
         self.sample_size += self.bookkeeping.samples_in_last_step
         self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
 
     def noise_std(self) -> float:
-        """Returns the standard deviation of the noise, which leaves room for the noise of the count (Theorem 1 of the
-        paper).
+        """Returns the standard deviation of the noise, reduced to allow for the noise of the count.
+
+        See Theorem 1 of the paper.
         """
         if self.noise_multiplier == 0:
             return 0.0
@@ -46,25 +47,26 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         )
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """As DPOptimizerFlashClip.pre_step; updates the bound unless the step is skipped."""
+        """Does what DPOptimizerFlashClip.pre_step does; also updates the bound unless the step is skipped."""
         if not super().pre_step():
             return False
         self.update_max_grad_norm()
         return True
 
     def update_max_grad_norm(self) -> None:
-        """Updates the bound from the noisy fraction of samples that are not clipped, as
-        AdaClipDPOptimizer.update_max_grad_norm. A step without samples leaves it.
+        """Updates the bound from the noisy fraction of samples that are not clipped.
+
+        The update is that of AdaClipDPOptimizer.update_max_grad_norm. A step without samples keeps the bound.
         """
         if not self.sample_size:
             return
         fraction = float(self.unclipped_num) / self.sample_size
         change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
-        bound = self.max_grad_norm * math.exp(min(change, 700.0))  # more would overflow
+        bound = self.max_grad_norm * math.exp(min(change, 700.0))  # larger numbers would overflow
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DPOptimizerFlashClip.zero_grad; also restarts the count, except between the physical batches of a step."""
+        """Does what DPOptimizerFlashClip.zero_grad does; also resets the count, except between physical batches."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.sample_size = self.unclipped_num = 0

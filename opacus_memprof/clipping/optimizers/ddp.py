@@ -18,11 +18,11 @@ from opacus_memprof.errors import MemprofError
 
 
 class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
-    """As DPOptimizerFlashClip, for a model in DDP or in Opacus' wrapper of that purpose.
+    """DPOptimizerFlashClip for a model in DDP or in Opacus' DDP wrapper.
 
-    Rank 0 alone adds noise, as in Opacus, before the ranks' sums become one: the noise is that of one process with rank
-    0's generator, and the same on all ranks. If each rank added its share of the variance, ranks that are seeded alike
-    would add the same numbers, whose sum has another variance.
+    Rank 0 alone adds noise, as in Opacus, before the ranks' sums are reduced. The noise is therefore that of one
+    process with rank 0's generator, and it is the same on all ranks. If each rank added its share of the variance
+    instead, ranks with equal seeds would add equal numbers, whose sum has a different variance.
 
     Args:
         optimizer, module, kwargs: see DPOptimizerFlashClip.
@@ -31,7 +31,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         MemprofError: the ranks' models, optimizers or settings differ.
     """
 
-    _is_alone = False  # the ranks' sums are summed up in float32
+    _is_alone = False  # the ranks' sums are still to be added, in float32
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
@@ -67,14 +67,15 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         return parameter.dtype == sum_dtype(parameter.dtype)
 
     def _prepare_step(self, skips: bool) -> None:
-        # Ranks may split batches into different numbers of parts (BatchMemoryManager): these are added up locally.
+        # Ranks may split batches into different numbers of parts (BatchMemoryManager): each rank adds its parts up
+        # first.
         refusal = self.bookkeeping.refusal
         if skips:
             try:
                 if refusal.error is None:
                     super()._prepare_step(skips)
             except MemprofError as raised:
-                refusal.add(raised)  # the other ranks hear of it in the step that counts
+                refusal.add(raised)  # the other ranks learn of it in the step that is not skipped
             return
         error: MemprofError | None = None
         try:
@@ -86,12 +87,13 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         if self.loss_reduction == "mean" and fewest < most:
             raise MemprofError(
                 f"a rank has run {fewest} backward passes for this step, and another one {most}: with a mean loss "
-                "these must be as many on every rank."
+                "these numbers must be equal."
             )
 
     def reduce_gradients(self) -> None:
-        """Sums up the gradients of all ranks, in float32 where parameters are of low precision, and copies rank 0's
-        buffers, as DDP does before each forward.
+        """Adds up the gradients of all ranks, in float32 where parameters are of low precision.
+
+        Also copies rank 0's buffers, as DDP does before each forward.
         """
         waiting: list[dist.Work | None] = []
         for parameter in self.params:
@@ -104,13 +106,13 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self._assign_rounded()
 
     def _assign_rounded(self) -> None:
-        """Assigns the gradients that could not be rounded before they were summed up."""
+        """Assigns the gradients that could not be rounded before they were added up."""
         for parameter in self.params:
             if not self._is_final(parameter):
                 self._assign_gradient(parameter)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """As DPOptimizer.step; the ranks' gradients are summed up before the update."""
+        """Does what DPOptimizer.step does; the ranks' gradients are added up before the update."""
         if closure is not None:
             with torch.enable_grad():
                 closure()

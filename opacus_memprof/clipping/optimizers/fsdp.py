@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of flash_clip under FSDP2: clipped sums are formed and reduce-scattered one layer at a time, and each
-rank adds the noise of its own shards.
+"""The optimizer of flash_clip under FSDP2.
+
+Clipped sums are formed and reduce-scattered one layer at a time. Each rank adds the noise of its own shards.
 """
 
 import hashlib
@@ -20,14 +21,14 @@ from opacus_memprof.errors import MemprofError
 
 
 class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
-    """As DPOptimizerFlashClip, for a model that `fully_shard` has sharded.
+    """DPOptimizerFlashClip for a model that `fully_shard` has sharded.
 
-    `p.summed_grad` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the
-    variance of one process, so that the noise of all shards is that of the whole. Where shards are replicated as well
-    (a mesh of two dimensions), the first of the replicas draws it.
+    `p.summed_grad` is this rank's shard of the sum. Each rank draws noise of the shape of its shards, with the variance
+    of one process, so the noise of all shards together is that of one process. Where shards are also replicated (a
+    two-dimensional mesh), the first replica draws the noise.
 
-    Ranks must not draw the same numbers, or differences between shards would have no noise: every rank has a generator
-    of its own, whose seed is made from a number of the given generator (or of torch's) and from the rank.
+    If ranks drew the same numbers, differences between shards would have no noise. Therefore every rank has a generator
+    of its own, seeded with a number of the given generator (or of torch's) and with the rank.
 
     Args:
         optimizer, module, kwargs: see DPOptimizerFlashClipDDP.
@@ -45,7 +46,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
     def clip_and_accumulate(self) -> None:
         """Adds this rank's shards of the clipped sums of every backward since the last step to `p.summed_grad`.
 
-        While sums are on their way to the ranks, the next ones are formed.
+        Sums are formed while earlier ones are being reduced.
         """
         self.bookkeeping.sort()
         for parameter, shard in scatter(self.bookkeeping.in_order(self.bookkeeping.pop_clipped_sums())):
@@ -58,7 +59,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     def _prepare_step(self, skips: bool) -> None:
         for module in self._modules:
-            module.reshard()  # what no backward has gone through is whole since its forward, and would miss the update
+            module.reshard()  # a module that backward did not reach is still gathered and would miss the update
         error: MemprofError | None = None
         try:
             self.bookkeeping.refusal.pop()
@@ -83,7 +84,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         self.agreement.settle(error)
 
     def _limit(self) -> Limit:
-        """Returns the limit of all ranks, whose sums a shard is from. All ranks call it."""
+        """Returns the limit of the sums over all ranks. All ranks call it."""
         own = self.bookkeeping.limit
         samples, total, *by_parameter = self.agreement.add([own.samples, own.total, *own.by_parameter])
         return Limit(int(samples), total, by_parameter, own.bound)
@@ -98,7 +99,7 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         return DTensor(total, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
     def reduce_gradients(self) -> None:
-        """Sums up the gradients of shards that are replicated."""
+        """Adds up the gradients of shards that are replicated."""
         for parameter, dimensions in self._replicated.items():
             for i in dimensions:
                 shard = parameter.summed_grad

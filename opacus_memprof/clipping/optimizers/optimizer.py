@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from what backward has kept."""
+"""The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from tensors that backward kept."""
 
 import math
 from collections.abc import Callable
@@ -21,25 +21,27 @@ _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
-    """A DPOptimizer with the same clip factors, the same noise from the same generator, and the same skipped steps as
-    opacus.optimizers.DPOptimizer.
+    """DPOptimizer whose clipped sums come from flash_clip.
+
+    Clip factors, noise (from the same generator) and skipped steps are those of opacus.optimizers.DPOptimizer. One
+    sample changes the sum by at most `max_grad_norm`.
 
     The sums of bfloat16 and float16 parameters are formed in float32, and so is their noise. They are rounded once,
     when they become `p.grad`.
 
-    A step that raises MemprofError drops the gradients, and leaves parameters, the optimizer's state, the accountant
-    and the generators as they were before. (secure_mode draws from a generator that has no state to go back to.)
+    A step that raises MemprofError drops the gradients. Parameters, the optimizer's state, the accountant and the
+    generators stay as they were. (The generator of secure_mode has no state that could be restored.)
 
     Args:
         optimizer: the wrapped optimizer; it must have every trainable parameter of the module.
         module: the flash_clip module (or hooks object).
-        max_grad_norm: clipping bound; a list of them for clipping="per_layer".
+        max_grad_norm: clipping bound; a list of bounds for clipping="per_layer".
         kwargs: see opacus.optimizers.DPOptimizer.
 
     Attributes:
-        ranks: the number of ranks whose batches one step is from; `expected_batch_size` is that of each.
+        ranks: the number of ranks whose batches make up one step; `expected_batch_size` is that of each rank.
         max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
-            changes all of them by the same ratio.
+            changes all bounds by the same ratio.
         noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
 
     Raises:
@@ -84,8 +86,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     @property
     def dropped_samples(self) -> list[int]:
-        """The samples of the last step, or of the one that is not complete, that flash_clip_nonfinite="drop" has
-        dropped: indices in its batch, counted through its physical batches. Not private.
+        """The samples that flash_clip_nonfinite="drop" has dropped in the last or the current step.
+
+        These are indices in the logical batch, counted through its physical batches. Not private.
         """
         return self.bookkeeping.dropped
 
@@ -99,10 +102,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return self.bookkeeping.passes_in_last_step
 
     def _follow_model(self) -> None:
-        """Adapts to changes in which parameters the model trains.
+        """Adapts to changes of which parameters the model trains.
 
         Raises:
-            MemprofError: the optimizer and the model train different ones.
+            MemprofError: the optimizer and the model train different parameters.
         """
         names, params = self._module.trained, self.params
         if names is self._names and len(params) == len(names):
@@ -133,8 +136,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             parameter.summed_grad = getattr(parameter, "summed_grad", None)
 
     def _check_backward(self) -> None:
-        """Checks that backward has delivered all gradients and, in recorded steps, only those that the outputs
-        explain.
+        """Checks that backward has delivered all gradients.
+
+        In recorded steps, also checks that the outputs explain all of them.
         """
         self._follow_model()
         self.bookkeeping.check_complete(self.params, self._names)
@@ -158,16 +162,18 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del total
 
     def begin_sum_check(self) -> None:
-        """Queues the check that the clipped sums are no larger than their samples allow. `pre_step` reads the result
-        after noise has been queued.
+        """Queues the check that the clipped sums are not larger than their samples allow.
+
+        `pre_step` reads the result after noise has been queued.
         """
         self._sum_check = SumCheck()
         self._sum_check.add([parameter.summed_grad for parameter in self.params])
         self._sum_check.begin()
 
     def noise_bound(self) -> float:
-        """Returns the bound that the noise is in proportion to: the largest bound of a sample of this step, even if
-        `max_grad_norm` has changed between its physical batches.
+        """Returns the bound to which the noise is proportional: the largest bound of a sample of this step.
+
+        It holds even if `max_grad_norm` has changed between the physical batches.
         """
         return self.bookkeeping.limit.bound or self.max_grad_norm
 
@@ -176,24 +182,24 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return float(self.noise_multiplier * self.noise_bound())
 
     def add_noise(self, divisor: float = 1) -> None:
-        """Adds Opacus' noise to `p.summed_grad` in place, divides it, and assigns it to `p.grad` in the parameter's
-        dtype.
+        """Adds Opacus' noise to `p.summed_grad`, divides it, and assigns it to `p.grad` in the parameter's dtype.
 
-        The standard deviation is `noise_std()`: `noise_multiplier` times the bound that samples were clipped to. It is
-        in place because the sum without noise is not needed any more, and is as large as the model.
+        The standard deviation is `noise_std()`: `noise_multiplier` times the bound that samples were clipped to. Noise
+        is added in place: the sum without noise, which is as large as the model, is not needed any more.
 
         Args:
-            divisor: of the sums with their noise. `pre_step` gives `grad_divisor()` and does not call
-                `scale_grad`, so that noise and division take one pass over memory.
+            divisor: the divisor of the noisy sums. `pre_step` passes `grad_divisor()` and does not call `scale_grad`,
+                so that noise and division take one pass over memory.
 
         Raises:
-            ValueError: `zero_grad` was not called since the last step (as Opacus does).
+            ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
         self._add_noise_to(self.params, divisor)
 
     def clip_and_add_noise(self) -> None:
-        """As `clip_and_accumulate`, `begin_sum_check` and `add_noise`, for some parameters at a time, so that few
-        sums are in float32 at once.
+        """Runs `clip_and_accumulate`, `begin_sum_check` and `add_noise` for some parameters at a time.
+
+        Thus few sums are in float32 at once.
         """
         self._check_backward()
         self.bookkeeping.sort()
@@ -208,7 +214,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._sum_check.begin()
 
     def _rounds_at_once(self) -> bool:
-        """Returns whether each sum can be rounded as soon as it is formed: nothing more is added to it."""
+        """Returns whether each sum can be rounded as soon as it is formed, because nothing more is added to it."""
         if not self._is_alone or self.bookkeeping.passes != 1 or self.bookkeeping.limit.samples:
             return False
         return any(is_low_precision(parameter.dtype) for parameter in self.params)
@@ -234,7 +240,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 _mark_as_processed(parameter.summed_grad)
 
     def _is_final(self, parameter: nn.Parameter) -> bool:
-        """Returns whether `p.summed_grad` with its noise can be rounded: nothing more is added to it."""
+        """Returns whether `p.summed_grad` with its noise can be rounded, because nothing more is added to it."""
         return True
 
     def _assign_gradient(self, parameter: Any) -> None:
@@ -258,12 +264,12 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
         Raises:
             MemprofError: a norm is not finite, or the clipped sum is larger than its samples allow. All gradients are
-                dropped then, and no parameter is changed. Or a CUDA graph is being captured.
-            ValueError: `zero_grad` was not called since the last step (as Opacus does).
+                then dropped, and no parameter is changed. Also raised while a CUDA graph is captured.
+            ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
         refuse_capture()
         skips = self._check_skip_next_step()
-        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all
+        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
         try:
             self._prepare_step(skips)
@@ -294,7 +300,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return noise.GeneratorStates([noise.default_generator(device) for device in devices])
 
     def _prepare_step(self, skips: bool) -> None:
-        """Does the work of `pre_step` before it counts as a step. `skips`: whether the step is skipped."""
+        """Does the part of `pre_step` that precedes the step count. `skips` says whether the step is skipped."""
         if skips:
             self.clip_and_accumulate()
         elif self._rounds_at_once():
@@ -322,19 +328,19 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         return self.bookkeeping.limit
 
     def grad_divisor(self) -> float:
-        """Returns the divisor of the gradients: the expected batch size if the loss is a mean."""
+        """Returns the divisor of the gradients: the expected batch size for a mean loss, otherwise 1."""
         is_mean = self.loss_reduction == "mean"
         return float(self.expected_batch_size * self.accumulated_iterations * self.ranks) if is_mean else 1.0
 
     def scale_grad(self) -> None:
-        """Divides the gradients by `grad_divisor()`, after an `add_noise` that has not done so."""
+        """Divides the gradients by `grad_divisor()`, unless `add_noise` has done so."""
         noise.divide([p.grad for p in self.params], self.grad_divisor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients and what backward has kept, but not the clipped sums of skipped steps (as Opacus does).
+        """Drops the gradients and the tensors that backward has kept, but not the clipped sums of skipped steps.
 
         Unlike in Opacus, gradients become None by default (as in PyTorch): zeros would take as much memory as the model
-        during the next forward, for nothing.
+        during the next forward, without any use.
         """
         self.bookkeeping.clear()
         for parameter in self.params:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson sampling on several ranks, each of which takes part in every step."""
+"""Poisson sampling on several ranks, where each rank takes part in every step."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
     """Opacus' sampler for one of several ranks, which also yields empty batches.
 
-    Opacus leaves empty batches out: such a rank takes fewer steps than the others, which then wait forever.
+    Opacus skips empty batches. Such a rank takes fewer steps than the others, which then wait forever.
     """
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -24,8 +24,9 @@ class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignor
 
 
 def sample_every_step(sampler: object) -> None:
-    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler in place, since a DataLoader does not
-    let its sampler be replaced. Other samplers are left alone.
+    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler. Ignores other samplers.
+
+    The conversion is in place, because a DataLoader's sampler cannot be replaced.
     """
     if type(sampler) is DistributedUniformWithReplacementSampler:
         sampler.__class__ = EveryStepSampler

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reduce-scatter of clipped sums under FSDP2: each rank gets its shards of the sums over all ranks.
 
-A large sum is sent by itself. Small ones, as of LoRA, are many: sending each by itself would take the host longer than
-the network, so they are sent together.
+A large sum is sent by itself. Small sums, such as LoRA's, are sent together, because sending each by itself would take
+the host longer than the network.
 """
 
 import functools
@@ -16,19 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-_SMALL = 2 << 20  # bytes of a sum that is sent together with others
-_MOST = 8 << 20  # bytes of sums that are sent together
+_SMALL = 2 << 20  # bytes; smaller sums are sent together
+_MOST = 8 << 20  # bytes; limit on the sums that are sent together
 
 Sum = tuple[Any, torch.Tensor]
 
 
 def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
-    """Yields each parameter with this rank's shard of the sum over the ranks that have different shards. While some are
-    on their way, the next sums are formed.
+    """Yields each parameter with this rank's shard of its sum over the ranks that have different shards.
+
+    The next sums are formed while earlier ones are being reduced.
 
     Args:
-        sums: each parameter, a DTensor, with its sum on this rank, of the whole shape. All ranks have the same
-            parameters in the same order.
+        sums: each parameter, a DTensor, with its full sum on this rank. All ranks have the same parameters in the same
+            order.
     """
     group_of = functools.cache(_sharding_group)  # finding a group takes the host as long as sending a sum
     sent: Callable[[], Iterator[Sum]] | None = None
@@ -46,7 +47,7 @@ def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
 
 
 def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
-    """Yields sums that are sent together. Refers to no sum of a list that has been emptied."""
+    """Yields sums that are sent together. Holds no reference to a sum after its list was emptied."""
     some: list[Sum] = []
     alike, size = None, 0
     for parameter, total in sums:
@@ -93,8 +94,10 @@ def _redistribute(parameter: Any, total: torch.Tensor) -> Callable[[], Iterator[
 
 
 def _reduce_scatter_rows(some: list[Sum], group: dist.ProcessGroup, ranks: int) -> Callable[[], Iterator[Sum]]:
-    """Reduce-scatters sums that are sharded by rows in one message: for each rank its rows of all sums, padded to as
-    many as the first rank's. Takes the host a tenth of the time of `_redistribute`.
+    """Reduce-scatters sums that are sharded by rows, in one message.
+
+    The message has each rank's rows of all sums, padded to the first rank's number of rows. This takes the host a tenth
+    of the time of `_redistribute`.
     """
     parameters = [parameter for parameter, _ in some]
     lengths = [-(-total.shape[0] // ranks) * total.shape[1:].numel() for _, total in some]
