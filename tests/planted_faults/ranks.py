@@ -88,4 +88,20 @@ FAULTS = [
         "A rank without samples leaves out a step that the others take.",
         _DDP,
     ),
+    Fault(
+        "ranks_prove_new_operations_alone",
+        "module/call_proofs.py",
+        "is_new = situation is not None and self.is_unproved(call, situation, output)",
+        "is_new = False",
+        "Under FSDP2 a forward by other operations than the proved ones is accepted.",
+        integration("check_ranks::ranks_are_checked_together"),
+    ),
+    Fault(
+        "ranks_leave_a_proof_alone",
+        "proof/situations.py",
+        "            ranks.end(error)\n            raise",
+        "            raise",
+        "A rank that refuses in a proof leaves the others waiting in a forward.",
+        integration("check_ranks::ranks_are_checked_together"),
+    ),
 ]

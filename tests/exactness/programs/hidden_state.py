@@ -97,6 +97,10 @@ def set_global(name: str, value: Any) -> Callable[[Any], None]:
     return lambda _: globals().__setitem__(name, value)
 
 
+class Unseen:
+    __slots__ = ("share",)
+
+
 def reset() -> None:
     globals().update(MIXES=False, SHARE=0.0)
     NAMESPACE.mixes, NAMESPACE.share, TABLE["mixes"] = False, 0.0, False
@@ -191,4 +195,21 @@ def _program(name: str) -> Program:
     )
 
 
-PROGRAMS = [_program(name) for name in FLIPS]
+def _seen_by_a_check() -> Program:
+    """A number that no situation has and that changes no operation. Only the second step's check of mixing sees it."""
+    unseen = Unseen()
+
+    def built() -> Between:
+        unseen.share = 0.0
+        return Between(lambda m, h: h - unseen.share * h.mean(0))
+
+    return Program(
+        "hidden_unseen_number_mixes_at_a_check",
+        built,
+        of_shape(5, 6, count=4, change=lambda model, optimizer: setattr(unseen, "share", 1.0), at=1),
+        "refused",
+        settings={"module_options": {"check": "sometimes"}},
+    )
+
+
+PROGRAMS = [*(_program(name) for name in FLIPS), _seen_by_a_check()]
