@@ -206,7 +206,7 @@ def _seen_by_a_check() -> Program:
     return Program(
         "hidden_unseen_number_mixes_at_a_check",
         built,
-        of_shape(5, 6, count=4, change=lambda model, optimizer: setattr(unseen, "share", 1.0), at=1),
+        of_shape(5, 6, count=4, change=lambda model, optimizer: setattr(unseen, "share", 1e-5), at=1),
         "refused",
         settings={"module_options": {"check": "sometimes"}},
     )
