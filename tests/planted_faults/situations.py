@@ -192,7 +192,7 @@ FAULTS = [
         "checks_accept_large_differences",
         "proof/prover.py",
         "rounding = [_tolerance(dtype, device) for",
-        "rounding = [1e6 * _tolerance(dtype, device) for",
+        "rounding = [1e12 * _tolerance(dtype, device) for",
         "A check of a known situation takes mixing for rounding.",
         programs("hidden_unseen_number_mixes_at_a_check"),
     ),
