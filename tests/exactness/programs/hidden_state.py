@@ -201,7 +201,7 @@ def _seen_by_a_check() -> Program:
 
     def built() -> Between:
         unseen.share = 0.0
-        return Between(lambda m, h: h - unseen.share * h.mean(0))
+        return Between(lambda m, h: h - unseen.share * h.detach().mean(0))
 
     return Program(
         "hidden_unseen_number_mixes_at_a_check",
