@@ -290,8 +290,8 @@ FAULTS = [
     Fault(
         "net_sees_one_parameter",
         "bookkeeping/norm_checks.py",
-        "found, allowed, whose = total, limit.total",
-        "found, allowed, whose = norms[worst], limit.total",
+        "if most else [(total, limit.total)]",
+        "if most else [(max(norms), limit.total)]",
         "The net compares the largest parameter's norm with the limit of all.",
         integration(f"{_NET}::a_sum_that_is_larger_by_two_per_thousand"),
     ),
