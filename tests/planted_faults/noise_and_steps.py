@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "noise_is_not_divided",
         "kernels/gaussian.py",
-        "        del drawn  # before the next is drawn\n        divide(batch, divisor)\n",
-        "        del drawn  # before the next is drawn\n",
+        "        del drawn  # before the next noise is drawn\n        divide(batch, divisor)\n",
+        "        del drawn  # before the next noise is drawn\n",
         "A step with a mean loss is not divided by the batch size.",
         unit("clipping_noise::sums_with_noise_are_divided"),
     ),

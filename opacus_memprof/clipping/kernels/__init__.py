@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flash_clip computes, on each device: norms, weighted sums, noise. Nothing here knows modules or hooks."""
+"""The computations of flash_clip on each device: norms, weighted sums, noise. Independent of modules and hooks."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms from Gram tiles on CUDA where these are accurate, and from the gradients of the other samples.
+"""Norms on CUDA: from Gram tiles where these are accurate, otherwise from gradients.
 
 The device decides whether a sample's norm is accurate (see norm_bounds.py), so the host does not wait. Programs of
-accurate samples end at once. The others form blocks of the sample's gradient in float64. There are no atomics: each
+accurate samples end at once. Other programs form blocks of the sample's gradient in float64. There are no atomics: each
 program writes one number. Imported only for CUDA tensors.
 """
 
@@ -17,8 +17,8 @@ from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import address_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
-_PROGRAMS = 2048  # of a launch, unless there are more samples: enough to fill a GPU when many samples are formed
-BLOCK = {"ROWS": 32, "COLUMNS": 64}  # of a gradient that is formed
+_PROGRAMS = 2048  # programs of a launch, unless there are more samples: fills a GPU if many samples are formed
+BLOCK = {"ROWS": 32, "COLUMNS": 64}  # block of a gradient that is formed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -27,7 +27,7 @@ def add_product(  # type: ignore[no-untyped-def]  # Triton would interpret annot
 ):
     """Adds rows `r` and columns `c` of a sample's gradient to `block`."""
     left, right = g + r * g_feature, a + c * a_feature
-    for _ in range(tokens):  # not tl.dot, which has no float64 on many devices
+    for _ in range(tokens):  # tl.dot has no float64 on many devices
         x = tl.load(left, mask=r < rows, other=0.0).to(tl.float64)
         y = tl.load(right, mask=c < columns, other=0.0).to(tl.float64)
         block += x[:, None] * y[None, :]
@@ -38,7 +38,7 @@ def add_product(  # type: ignore[no-untyped-def]  # Triton would interpret annot
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def add_picked(block, ids, d, r, c, count, columns, d_token, d_feature):  # type: ignore[no-untyped-def]
-    """Adds what an embedding adds to rows `r` and columns `c` to `block`."""
+    """Adds an embedding's contribution to rows `r` and columns `c` of a sample's gradient to `block`."""
     for token in range(count):
         row = tl.load(ids + token)
         y = tl.load(d + token * d_token + c * d_feature, mask=c < columns, other=0.0).to(tl.float64)
@@ -72,7 +72,8 @@ def write_norm(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes this program's part of a sample's squared norm and, to `lost`, whether the tiles' sum is not accurate.
+    """Writes this program's part of a sample's squared norm, and to `lost` whether the tiles' sum is inaccurate.
+
     `parts` are the sample's tiles.
     """
     program = tl.program_id(1)
@@ -88,7 +89,7 @@ def write_norm(  # type: ignore[no-untyped-def]
         squares += tl.load(parts + 3 * at + 2, mask=is_written & (at % tiles == at // tiles), other=0.0)
     norm = tl.sum(total)
     least = tl.sum(absolute) * share + (tl.sum(squares) + tokens) * (tokens * floor)
-    is_accurate = (norm >= least) & (norm < float("inf"))  # NaN compares false
+    is_accurate = (norm >= least) & (norm < float("inf"))  # false for NaN
     if program == 0:
         tl.store(lost, tl.where(is_accurate, 0, 1).to(tl.uint8))
     if is_accurate:
@@ -218,11 +219,11 @@ def norms_of_layer_cuda(
         a: inputs, [N, T, columns].
         parts: for each tile of a sample its sum, the sum of absolute values and, on the diagonal, a bound on the Gram
             matrices' entries, [N, tiles, tiles, 3]. Tiles above the diagonal are not read.
-        lost: where it is written for which samples the gradient is formed, booleans [N].
+        lost: booleans [N]; written here: the samples whose gradients are formed.
         sizes: T, rows, columns, and the strides of `g` and `a`: sample, token, feature.
-        bounds: from `least_share` and `least_product`.
-        picked: indices of rows, [N, S] and contiguous, and what is added to these rows where a gradient is formed,
-            [N, S, columns].
+        bounds: the results of `least_share` and `least_product`.
+        picked: indices of rows, [N, S] and contiguous, and the addends of these rows where a gradient is formed, [N, S,
+            columns].
     """
     out = _empty_norms(parts, sizes)
     if out.numel():
@@ -242,14 +243,15 @@ def norms_of_layers_cuda(
     bounds: tuple[float, float],
     kinds: dict[str, Any],
 ) -> torch.Tensor:
-    """Returns `norms_of_layer_cuda` of several layers, [layers N].
+    """Returns the squared norms of `norms_of_layer_cuda` for several layers, [layers N].
 
     Args:
         operands: a table of addresses of each layer's `g` and `a`.
         count: N.
-        parts: of all layers, [layers N, tiles, tiles, 3].
-        lost: as of one layer, [layers N].
-        sizes, bounds: the same for all layers.
+        parts: the tiles of all layers, [layers N, tiles, tiles, 3].
+        lost: see `norms_of_layer_cuda`, [layers N].
+        sizes: see `norms_of_layer_cuda`; the same for all layers.
+        bounds: see `norms_of_layer_cuda`; the same for all layers.
         kinds: the operands' type and alignment.
     """
     out = _empty_norms(parts, sizes)
@@ -260,8 +262,9 @@ def norms_of_layers_cuda(
 
 
 def norms_of_outer_products_cuda(pairs: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Returns the squared norms of `g[n] @ a[n]` for pairs (g, a) with a single token, [pairs, N] float32, with one
-    launch. Squares that are out of float32's range are kept in float64.
+    """Returns the squared norms of `g[n] @ a[n]` for pairs (g, a) with a single token, [pairs, N] float32.
+
+    Uses one launch. Squares that are out of float32's range are computed in float64.
 
     Args:
         pairs: contiguous operands, [N, rows, 1] and [N, 1, columns], of one dtype and device.
@@ -280,7 +283,7 @@ def count_blocks(rows: int, columns: int) -> int:
 
 
 def _empty_norms(parts: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """What the programs of each sample write, [samples, programs]."""
+    """Returns an empty tensor for the results of each sample's programs, [samples, programs]."""
     programs = max(1, min(count_blocks(sizes[1], sizes[2]), _PROGRAMS // max(1, len(parts))))
     return torch.empty(len(parts), programs, dtype=parts.dtype, device=parts.device)
 

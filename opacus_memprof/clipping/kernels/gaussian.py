@@ -21,12 +21,13 @@ def add_noise(
     secure_mode: bool,
     divisor: float = 1,
 ) -> None:
-    """Adds Gaussian noise to every sum in place, in the order of the sums, and divides them. On CUDA one kernel draws
-    and adds it, if that gives the numbers that torch draws.
+    """Adds Gaussian noise to every sum in place, in the order of the sums, and divides them.
+
+    On CUDA one kernel draws and adds it, if the kernel gives the same numbers as torch.
     """
 
     def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
-        """Returns what the sums of one launch have in common; None if no launch adds the noise of this sum."""
+        """Returns the properties that sums of one launch share; None if no launch can add the noise of this sum."""
         is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
         return (total.device, total.dtype) if is_plain and draws_in_place(total.nbytes) else None
 
@@ -46,14 +47,15 @@ def add_noise(
 def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
-    """As `add_noise`, with noise that is drawn first: for several sums at once, as many as need no more memory than the
-    largest sum.
+    """Does what `add_noise` does, with noise that is drawn first.
+
+    Draws noise for several sums at once, as long as it needs no more memory than the largest sum.
     """
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)
         torch._foreach_add_(batch, drawn)
-        del drawn  # before the next is drawn
+        del drawn  # before the next noise is drawn
         divide(batch, divisor)
 
 
@@ -86,8 +88,9 @@ def divide(sums: Sequence[torch.Tensor], divisor: float) -> None:
 def draw_noise(
     references: list[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool
 ) -> list[torch.Tensor]:
-    """Returns noise with the shape, dtype and device of each reference, drawn one after the other as `_generate_noise`
-    of opacus.optimizers.optimizer does.
+    """Returns noise with the shape, dtype and device of each reference.
+
+    The draws come one after the other, as in `_generate_noise` of opacus.optimizers.optimizer.
     """
     if secure_mode or std == 0 or any(type(each) is not torch.Tensor for each in references):
         return [opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each in references]

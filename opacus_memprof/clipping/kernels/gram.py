@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiled Gram product on CUDA, which never writes ggT or aaT to device memory, of one layer or of many alike.
+"""The tiled Gram product on CUDA, which never writes ggT or aaT to device memory, for one layer or many equal ones.
 
-One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies
-them elementwise and writes the sum, and the sum of absolute values; tiles off the diagonal count twice. There are no
-atomics: a second kernel adds the sums up and replaces norms with too few correct digits (see formed.py), so the
-result is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA
-wheels).
+One program per sample and tile pair (i >= j) forms a tile of ggT and the same tile of aaT in registers, multiplies them
+elementwise and writes the sum, and the sum of absolute values; tiles off the diagonal count twice. There are no
+atomics: a second kernel adds the sums up and replaces norms with too few correct digits (see formed.py), so the result
+is deterministic. Imported only for CUDA tensors (Triton is a dependency of PyTorch's CUDA wheels).
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from opacus_memprof.clipping.kernels.native import address_table
 from opacus_memprof.clipping.kernels.norm_bounds import least_product, least_share
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
-_MOST_PROGRAMS = 65535  # in the third dimension of a launch
-_MOST_PARTS = 1 << 22  # sums of tiles that are written by a launch, unless one layer has more: 48 MiB
+_MOST_PROGRAMS = 65535  # limit of the third dimension of a launch
+_MOST_PARTS = 1 << 22  # sums of tiles that a launch writes, unless one layer has more: 48 MiB
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -84,7 +83,7 @@ def write_tile(  # type: ignore[no-untyped-def]
     other = gram_block(a + sample * a_sample, here, there, tokens, columns, a_token, a_feature, SIDE, DEPTH, PRECISION)
     # fmt: on
     twice = tl.where(i == j, 1.0, 2.0)
-    if i == j:  # the traces bound all entries
+    if i == j:  # the traces are bounds on all entries
         diagonal = here[:, None] == there[None, :]
         tl.store(part + 2, tl.sum(tl.where(diagonal, gram * columns + other * rows, 0.0)))
     gram *= other
@@ -156,12 +155,12 @@ def gram_tiles(  # type: ignore[no-untyped-def]
 
 
 def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor | None = None) -> torch.Tensor:
-    """Squared norms of `g[n] @ a[n]`. Where the Gram product cancels, the gradient is formed in float64.
+    """Returns the squared norms of `g[n] @ a[n]`. Where the Gram product cancels, the gradient is formed in float64.
 
     Args:
         g: [N, rows, T], any strides; float32, float16 or bfloat16.
         a: [N, T, columns], same dtype and device.
-        lost: where it is written for which samples the gradient is formed, booleans [N].
+        lost: booleans [N]; written here: the samples whose gradients are formed.
 
     Returns:
         [N] float32, accumulated in float32. float32 operands use TF32 exactly where `torch.matmul` would.
@@ -173,8 +172,10 @@ def gram_squared_norms_cuda(g: torch.Tensor, a: torch.Tensor, lost: torch.Tensor
 
 
 def gram_squared_norms_of_layers(pairs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gram_squared_norms_cuda` of each pair (g, a), [pairs, N] float32, with few launches, and for which of them the
-    gradient was formed, booleans [pairs, N]. All pairs have the same shapes, strides, dtype and device.
+    """Returns the norms of `gram_squared_norms_cuda` for each pair (g, a), [pairs, N] float32, with few launches.
+
+    Also returns for which samples the gradient was formed, booleans [pairs, N]. All pairs have the same shapes,
+    strides, dtype and device.
     """
     g, a = pairs[0]
     is_aligned = all(x.data_ptr() % 16 == 0 for pair in pairs for x in pair)
@@ -201,15 +202,14 @@ def replace_lost_norms_cuda(
     a: torch.Tensor,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms, with those that are not accurate from the gradients `g[n] @ a[n]`.
+    """Returns the squared norms; inaccurate ones are replaced by those of the gradients `g[n] @ a[n]`.
 
     Args:
-        norms: [N].
-        lost: which are not accurate, booleans [N].
+        norms: squared norms, [N].
+        lost: the inaccurate ones, booleans [N].
         g: [N, rows, T], any strides and floating point dtype.
         a: [N, T, columns], same device.
-        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
-            left out.
+        picked: indices of rows, [N, S], and the addends of these rows, [N, S, columns]. Negative indices are ignored.
     """
     parts = norms.new_zeros(len(norms), 1, 1, 3)
     parts[:, 0, 0, 0] = norms.masked_fill(lost, torch.nan)
@@ -219,18 +219,18 @@ def replace_lost_norms_cuda(
 
 
 def _tiles(g: torch.Tensor) -> int:
-    """On a side."""
+    """Returns the number of tiles on one side."""
     return cost.gram_tiles(g.shape[2])
 
 
 def _parts(g: torch.Tensor, layers: int) -> torch.Tensor:
-    """What the kernel writes the sums of tiles to, [layers N, tiles, tiles, 3]."""
+    """Returns the tensor to which the kernel writes the sums of tiles, [layers N, tiles, tiles, 3]."""
     tiles = _tiles(g)
     return torch.empty(layers * len(g), tiles, tiles, cost.GRAM_NUMBERS, dtype=torch.float32, device=g.device)
 
 
 def _lost(g: torch.Tensor, layers: int = 1) -> torch.Tensor:
-    """Where the kernels write which norms the tiles do not give, booleans [layers N]."""
+    """Returns the tensor to which kernels write which norms the tiles do not give, booleans [layers N]."""
     return torch.empty(layers * len(g), dtype=torch.bool, device=g.device)
 
 
@@ -245,7 +245,7 @@ def _bounds(g: torch.Tensor, a: torch.Tensor) -> tuple[float, float]:
 
 def _settings(g: torch.Tensor) -> dict[str, Any]:
     side = cost.gram_side(g.shape[2])
-    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    # Reading allow_tf32 or get_float32_matmul_precision raises if the program has set fp32_precision.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "SIDE": side,

@@ -2,8 +2,8 @@
 """The per-sample gradients of GroupNorm on CUDA, with one launch and no temporaries.
 
 One program per sample and group reads the group's inputs three times, the last two times from a cache: for the mean,
-for the variance about it, and for the products with the output's gradients, which it reads once. The normalized input
-is never in memory.
+for the variance, and for the products with the output's gradients, which it reads once. The normalized input is never
+in memory.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 
 from opacus_memprof.clipping.kernels.launch import launch
 
-_TILE = 2048  # numbers that a program takes at once
+_TILE = 2048  # numbers that a program processes at once
 
 
 @triton.jit(do_not_specialize=["channels", "tokens"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -60,9 +60,9 @@ def group_norm_gradients_cuda(
 
     Args:
         x: the input, [N, C, ...], contiguous, not empty; float32, float16 or bfloat16.
-        g: the gradient of the output, of the same shape; as `x`, or another of these dtypes.
-        groups: that are normalized, each by itself.
-        eps: of the variance.
+        g: the gradient of the output, of the same shape; one of these dtypes.
+        groups: the number of groups; each is normalized separately.
+        eps: added to the variance.
     """
     samples, channels = x.shape[:2]
     tokens = x.shape[2:].numel()

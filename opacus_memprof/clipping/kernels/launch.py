@@ -13,15 +13,15 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(kernel: Any, grid: tuple[int, int, int], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
     """Launches a kernel on the device of its tensors.
 
-    Triton inspects each argument for properties to compile for, such as aligned addresses, which takes the host longer
-    than the launch. Here it does so once for arguments that differ only in addresses of the same alignment.
+    Triton inspects each argument for properties to compile for, such as aligned addresses. This takes the host longer
+    than the launch. Here it is done once for arguments that differ only in addresses of the same alignment.
 
     Args:
         kernel: a function decorated with `triton.jit`.
         grid: the numbers of programs.
-        arguments: all that are not constants, a tensor first.
-        num_warps: of each program.
-        constants: in the kernel's order.
+        arguments: all arguments except constants, a tensor first.
+        num_warps: the number of warps of each program.
+        constants: the constants, in the kernel's order.
     """
     like = [(a.dtype, a.data_ptr() % 128) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments]
     key = (id(kernel), arguments[0].device, num_warps, *like, *constants.values())

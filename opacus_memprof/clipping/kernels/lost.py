@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the clipped gradients of those samples whose tokens cancel to clipped sums on CUDA.
+"""Adds clipped gradients of samples whose tokens cancel to clipped sums on CUDA.
 
 The product that forms a clipped sum rounds `factor * g` to float32, and to TF32 or two numbers of bfloat16. Where the
-tokens of a sample cancel, that changes its gradient. Such samples have factor 0 in that product, and here their
-gradients are formed in float64 and added, sample by sample in the same order every time. The device knows which
-samples these are (see norm_bounds.py), so the host does not wait; if there are none, the programs end at once. Imported
-only for CUDA tensors.
+tokens of a sample cancel, this changes its gradient. Such samples have factor 0 in that product. Here their gradients
+are formed in float64 and added, sample by sample and always in the same order. The device knows which samples these are
+(see norm_bounds.py), so the host does not wait. If there are none, the programs end at once. Imported only for CUDA
+tensors.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import product_table
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
-_PROGRAMS = 1024  # of a layer, at most
+_PROGRAMS = 1024  # limit for one layer
 _EMBEDDING_COLUMNS = 128
 
 
@@ -88,7 +88,7 @@ def add_rows(  # type: ignore[no-untyped-def]
                 own, source = ids + (zero + n) * tokens, g + (zero + n) * g_sample + c * g_feature
                 for token in range(tokens):
                     row = tl.load(own + token)
-                    # The first token of a row adds up those of all.
+                    # The first of several equal tokens adds up all of them.
                     before = 0
                     for other in range(token):
                         before += tl.where(tl.load(own + other) == row, 1, 0)
@@ -110,8 +110,8 @@ def add_products_cuda(
     Args:
         pairs: operands, [N, ..., rows] and [N, ..., columns], contiguous unless they have three dimensions; all of one
             dtype and device, not empty.
-        totals: of each pair [rows, columns], contiguous, of one dtype.
-        factors: float32; of each pair, [pairs, N], or of all, [N]. Samples with factor 0 take no time.
+        totals: one for each pair, [rows, columns], contiguous, of one dtype.
+        factors: float32; [pairs, N], or [N] for all pairs. Samples with factor 0 take no time.
     """
     g = pairs[0][0]
     blocks = max(count_blocks(*total.shape) for total in totals)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the compiled extension `_clipping`: what flash_clip does for each layer. Every other module imports its names
-from here.
+"""Imports the compiled extension `_clipping`, which does the work for each layer.
+
+Every other module imports its names from here.
 
 Raises:
     ImportError: the extension is missing, was built for another torch, or cannot be loaded.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise on CUDA, drawn where it is added: one launch reads every sum, adds the numbers that torch would have drawn for
-it, and writes it back. The noise itself is never in memory.
+"""Noise on CUDA that is drawn where it is added, so that it is never in memory.
+
+One launch reads every sum, adds the numbers that torch would have drawn for it, and writes it back.
 
 torch draws a tensor's normal numbers as follows (distribution_elementwise_grid_stride_kernel in
 ATen/native/cuda/DistributionTemplates.h, and curand_normal4). Thread i of n takes the Philox4x32-10 number (Salmon et
 al. 2011, doi 10.1145/2063384.2063405) of the generator's seed and of the counter (c, i), where c is the generator's
 offset / 4, makes four normal numbers of its four words by Box and Muller's formula, and writes them to i, i + n, i + 2n
-and i + 3n. Then it goes on with c + 1 at i + 4n. The same numbers come from the same generator here, but for the
-rounding of the logarithm and the root.
+and i + 3n. Then it continues with c + 1 at i + 4n. The kernel here gives the same numbers for the same generator,
+except for the rounding of the logarithm and the root.
 """
 
 import functools
@@ -24,15 +25,15 @@ from opacus_memprof.clipping.kernels.launch import launch
 from opacus_memprof.clipping.kernels.native import reserve_normal
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
-_BLOCK = 512  # of torch's threads whose numbers one program draws
-_COLUMNS = tl.constexpr(6)  # of the table
-_THREADS = 256  # in each of torch's blocks
+_BLOCK = 512  # threads of torch whose numbers one program draws
+_COLUMNS = tl.constexpr(6)  # columns of the table
+_THREADS = 256  # threads in each of torch's blocks
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # on the CPU, without CUDA's functions
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def normal4(seed, low, high, thread):  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
-    """Returns four normal numbers of the counter (low, high) and each thread."""
+    """Returns four normal numbers for the counter (low, high) and each thread."""
     zero = thread * 0
     x, y, z, w = tl.philox(seed, zero + low, zero + high, thread, zero)
     a, b = box_muller(x, y)
@@ -65,7 +66,7 @@ def add_normals(  # type: ignore[no-untyped-def]
     table += _COLUMNS * row
     size, threads, counter = tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
     block = program - tl.load(table + 4)
-    blocks = tl.cdiv(threads, BLOCK)  # that take the same counter
+    blocks = tl.cdiv(threads, BLOCK)  # blocks that share a counter
     turn = block // blocks
     thread = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
     counter += turn
@@ -86,15 +87,17 @@ def add_normal(address, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):
     inside = at < size
     total = tl.load(address + at, mask=inside, other=0.0).to(tl.float32)
     total += normal.to(element).to(tl.float32)  # torch rounds noise to the dtype of the tensor that it fills
-    total = total.to(element).to(tl.float32)  # as torch divides the sum that it has rounded
+    total = total.to(element).to(tl.float32)  # torch divides the sum after rounding it
     total = total * tl.div_rn(1.0, divisor) if BY_POWER_OF_2 else tl.div_rn(total, divisor)
     tl.store(address + at, total.to(element), mask=inside)
 
 
 @functools.cache
 def draws_as_torch(device: torch.device) -> bool:
-    """Returns whether the kernel adds the numbers that torch draws on this device. It is tried once on two small
-    tensors: privacy depends on the noise, and nothing else would detect a kernel that was compiled wrongly.
+    """Returns whether the kernel adds the numbers that torch draws on this device.
+
+    It is tested once on two small tensors: privacy depends on the noise, and nothing else would detect a wrongly
+    compiled kernel.
     """
     generators = [torch.Generator(device).manual_seed(2**40 + 1) for _ in range(2)]
     sums = [torch.zeros(size, device=device) for size in (5, 300)]
@@ -111,8 +114,9 @@ def add_normal_cuda(
     Args:
         sums: contiguous, less than 2 GiB each, of one dtype in `KERNEL_DTYPES`, and on one device.
         std: the standard deviation.
-        generator: of that device; None for the device's default one. It goes on as if torch had drawn the noise.
-        divisor: of the sums with their noise.
+        generator: a generator of that device; None for the device's default one. It advances as if torch had drawn the
+            noise.
+        divisor: the divisor of the noisy sums.
     """
     properties = torch.cuda.get_device_properties(sums[0].device)
     most = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _THREADS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error bounds of Gram norms, and the norms that replace those with too few correct digits.
+"""Error bounds of Gram norms, and replacements of norms with too few correct digits.
 
 A Gram norm adds up products `(g_t . g_u)(a_t . a_u)` of both signs. Rounding errors are relative to the sum of their
-absolute values, so a result that is a small share of that sum has lost its digits: the gradients of the tokens cancel.
-A product may also underflow or overflow although the gradient does neither. Norms of such samples are computed from the
+absolute values. A result that is a small share of that sum has lost its digits: the gradients of the tokens cancel. A
+product may also underflow or overflow although the gradient does neither. Norms of such samples are computed from the
 gradient itself, accumulated in float64.
 """
 
@@ -21,16 +21,19 @@ _SUM_ERROR = 2.5e-4
 """The largest relative error of a sample's part in a clipped sum."""
 
 _FORMED_ERROR = 5e-4
-"""As `_SUM_ERROR`, where the samples beyond it are added one by one on CUDA."""
+"""The value of `_SUM_ERROR` where the samples beyond it are added one by one on CUDA."""
 
 _TF32_SHARE = 1 / 64
-"""With TF32 the operands are rounded to 11 bits, as in the product that forms the gradient. Squared norms below this
-share of the absolute sum could be off by more than that product is."""
+"""With TF32, the least accurate share of a squared norm in the absolute sum.
+
+Operands are rounded to 11 bits, as in the product that forms the gradient. Smaller squared norms could have larger
+errors than that product.
+"""
 
 
 def uses_tf32(x: torch.Tensor) -> bool:
     """Returns whether products of such matrices round their operands to TF32."""
-    # Reading allow_tf32 or get_float32_matmul_precision raises once the program has set fp32_precision.
+    # Reading allow_tf32 or get_float32_matmul_precision raises if the program has set fp32_precision.
     return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -40,7 +43,7 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
     Args:
         g: one of the operands.
         rows: the length of the dot products of one Gram matrix.
-        columns: that of the other.
+        columns: the length of the dot products of the other.
     """
     if uses_tf32(g):
         return _TF32_SHARE
@@ -50,8 +53,9 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
 
 
 def least_product(dtype: torch.dtype) -> float:
-    """Returns the factor by which a sum of products must exceed its number of terms, so that terms which underflow are
-    negligible.
+    """Returns the factor by which a sum of products must exceed its number of terms.
+
+    Then terms that underflow are negligible.
     """
     dtype = accumulation_dtype(dtype)
     return torch.finfo(dtype).tiny / _ERROR[dtype]
@@ -60,7 +64,7 @@ def least_product(dtype: torch.dtype) -> float:
 def lost_digits(
     total: torch.Tensor, absolute: Callable[[], torch.Tensor], g: torch.Tensor, a: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns which Gram norms are not accurate, as booleans [N]. None if all are accurate and on the CPU.
+    """Returns which Gram norms are inaccurate, as booleans [N]. On the CPU, returns None if all are accurate.
 
     Args:
         total: Gram norms, [N].
@@ -70,7 +74,7 @@ def lost_digits(
     """
     (_, rows, tokens), columns = g.shape, a.shape[2]
     of_g, of_a = (torch.linalg.vector_norm(x, dim=(1, 2), dtype=total.dtype).square_() for x in (g, a))
-    # By Cauchy-Schwarz the entries of a Gram matrix add up to no more than T times its trace.
+    # By Cauchy-Schwarz the entries of a Gram matrix add up to at most T times its trace.
     smallest = (of_g * columns).add_(of_a, alpha=rows).add_(tokens).mul_(tokens * least_product(g.dtype))
     share = least_share(g, rows, columns)
     if g.is_cpu:
@@ -83,7 +87,7 @@ def lost_digits(
 
 def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     """Returns which squared norms are less than `least`, infinite or NaN."""
-    accurate: torch.Tensor = (norms >= least) & (norms < math.inf)  # NaN compares false
+    accurate: torch.Tensor = (norms >= least) & (norms < math.inf)  # false for NaN
     return accurate.logical_not_()
 
 
@@ -93,14 +97,14 @@ def has_digits(squares: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch
     Args:
         squares: the squared norms of `g[n] @ a[n]`, [N].
         g: output gradients, with the samples first.
-        a: inputs, with the samples first; if these are indices, ones.
+        a: inputs, with the samples first; ones if the inputs are indices.
     """
-    # By Cauchy-Schwarz the norms of the tokens' gradients add up to no more than the product of these.
+    # By Cauchy-Schwarz the norms of the tokens' gradients add up to at most the product of these.
     most = _norms(g).mul_(_norms(a)) if a.is_floating_point() else _norms(g).mul_(math.sqrt(a[0].numel()))
     # Two numbers of bfloat16 have 16 bits.
     rounding = 2.0**-17 if g.dtype == torch.bfloat16 and a.is_floating_point() else 2 * torch.finfo(torch.float32).eps
     accurate: torch.Tensor = squares.sqrt() >= most.mul_(rounding / _FORMED_ERROR)
-    return accurate  # NaN compares false
+    return accurate  # false for NaN
 
 
 def formed_squared_norm(
@@ -114,8 +118,8 @@ def formed_squared_norm(
     Args:
         g: output gradients of a sample, [rows, T].
         a: its inputs, [T, columns].
-        workspace: ceiling on temporaries.
-        picked: indices of rows, [S], and what is added to these rows, [S, columns]. Negative indices are left out.
+        workspace: limit on temporaries.
+        picked: indices of rows, [S], and the addends of these rows, [S, columns]. Negative indices are ignored.
     """
     rows, tokens = g.shape
     side = max(1, math.isqrt(workspace.bytes // 24))  # of three square blocks of float64
@@ -136,8 +140,9 @@ def formed_squared_norm(
 
 
 def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Returns the squared norms of `g[n] @ a[n]` for a single token, [N]: the product of the norms of both. The
-    squares of either may be out of float32's range, so they are float64.
+    """Returns the squared norms of `g[n] @ a[n]` for a single token, [N]: the product of both squared norms.
+
+    They are float64, because either square may be out of float32's range.
     """
     norms = [torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64) for x in (g, a)]
     squares: torch.Tensor = norms[0].mul_(norms[1]).square_()
@@ -147,20 +152,21 @@ def product_squared_norms(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 def pair_for_sums(
     x: torch.Tensor, g: torch.Tensor, squares: torch.Tensor, terms: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the input and output gradient that clipped sums are formed from: in float64 if the tokens of a sample
-    cancel so much that rounding the scaled numbers to float32 would change its gradient. Not on CUDA, where the host
-    would wait for the device.
+    """Returns the input and output gradient from which clipped sums are formed.
+
+    They are in float64 if the tokens of a sample cancel so much that rounding the scaled numbers to float32 would
+    change its gradient. This is not checked on CUDA, where the host would wait for the device.
 
     Args:
         x: the layer's input, with the batch first.
         g: its output gradient, with the batch first.
         squares: the squared norms of the weight's gradients, [B].
-        terms: the number of products to which each number of `x` contributes for each of its columns; for indices,
-            the number of indices of a sample.
+        terms: the number of products in which each number of `x` occurs for each of its columns; for indices, the
+            number of indices of a sample.
     """
     if g.dtype == torch.float64 or not g.is_cpu or g.numel() == 0 or g.dim() == 2:
         return x, g
-    # By Cauchy-Schwarz the norms of the tokens' gradients add up to no more than this.
+    # By Cauchy-Schwarz the norms of the tokens' gradients add up to at most this.
     most = _norms(g) * _norms(x) if x.is_floating_point() else _norms(g)
     rounding = most.mul_(math.sqrt(terms) * 2 * torch.finfo(torch.float32).eps / _SUM_ERROR)
     if not (rounding > squares.sqrt()).any():

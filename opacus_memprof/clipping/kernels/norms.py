@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact squared norms of per-sample gradients, without T x T matrices.
 
-The operands are `g` of shape [N, rows, T] and `a` of shape [N, T, columns], with any strides: N weight gradients
-`g[n] @ a[n]`. Results are float32 (float64 for float64) of shape [N].
+The operands are `g` of shape [N, rows, T] and `a` of shape [N, T, columns], with any strides: N weight gradients `g[n]
+@ a[n]`. Results are float32 (float64 for float64) of shape [N].
 """
 
 from collections.abc import Callable
@@ -43,12 +43,13 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
     return norms.square_()
 
 
-_SMALL = 1 << 16  # numbers: of a sample on CUDA; of all samples on the CPU, where torch takes several threads for more
+_SMALL = 1 << 16  # elements: of a sample on CUDA; of all samples on the CPU, where torch uses several threads for more
 
 
 def is_small(stack: torch.Tensor) -> bool:
-    """Returns whether the norms and the clipped sum of `stack` are computed together with those of other stacks (see
-    small_layers.py).
+    """Returns whether `stack` is processed together with other stacks, for norms and clipped sum.
+
+    See small_layers.py.
     """
     if has_kernels(stack):
         most = _SMALL * stack.shape[0]
@@ -58,8 +59,9 @@ def is_small(stack: torch.Tensor) -> bool:
 
 
 def defers_norms(stack: torch.Tensor) -> bool:
-    """Returns whether the norms of `stack` are deferred to the optimizer's step, which computes them together with
-    those of other stacks (see small_layers.py): those of small stacks, and of single samples.
+    """Returns whether the norms of `stack` are deferred to the optimizer's step.
+
+    The step computes the norms of small stacks, and of single samples, together (see small_layers.py).
     """
     return is_small(stack) or (stack.shape[0] == 1 and has_kernels(stack) and stack.numel() > 0)
 
@@ -82,8 +84,8 @@ def gradient_squared_norms(
     Args:
         g: output gradients, [N, rows, T].
         a: inputs, [N, T, columns].
-        workspace: ceiling on temporaries.
-        lost: on CUDA, where it is written which samples' tokens cancel too much, booleans [N].
+        workspace: limit on temporaries.
+        lost: on CUDA, booleans [N]; written here: the samples whose tokens cancel too much.
     """
     count, rows, _ = g.shape
     row_bytes = a.shape[2] * accumulation_dtype(a.dtype).itemsize
@@ -96,8 +98,9 @@ def gradient_squared_norms(
 
 
 def _accumulated_product(g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Returns `g @ a`, in float32 for low precision, as clipped sums are formed: rounding it could make a norm
-    smaller.
+    """Returns `g @ a`, in float32 for low precision, as clipped sums are formed.
+
+    Rounding it could make a norm smaller.
     """
     if not is_low_precision(g.dtype):
         return torch.bmm(g, a)
@@ -112,7 +115,11 @@ def gram_squared_norms(
     On CUDA a Triton kernel keeps both tiles in registers. Otherwise two tiles that fit into `workspace` are formed,
     multiplied and summed. Where the sum cancels, the norm is computed from the gradient instead (see norm_bounds.py).
 
-    Args: see `gradient_squared_norms`.
+    Args:
+        g: see `gradient_squared_norms`.
+        a: see `gradient_squared_norms`.
+        workspace: see `gradient_squared_norms`.
+        lost: see `gradient_squared_norms`.
     """
     if g.shape[2] == 1:
         if lost is not None:
@@ -139,18 +146,17 @@ def replace_lost_norms(
     workspace: Workspace,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the squared norms, with those that are not accurate from the gradients `g[n] @ a[n]`.
+    """Returns the squared norms; inaccurate ones are replaced by those of the gradients `g[n] @ a[n]`.
 
     Args:
-        norms: [N]. May be changed.
-        lost: which are not accurate, booleans [N].
+        norms: squared norms, [N]. May be changed.
+        lost: the inaccurate ones, booleans [N].
         g: output gradients, [N, rows, T].
         a: inputs, [N, T, columns].
-        workspace: ceiling on temporaries.
-        picked: indices of rows, [N, S], and what is added to these rows, [N, S, columns]. Negative indices are
-            left out.
+        workspace: limit on temporaries.
+        picked: indices of rows, [N, S], and the addends of these rows, [N, S, columns]. Negative indices are ignored.
     """
-    if lost.is_cuda and has_triton():  # without waiting for the device
+    if lost.is_cuda and has_triton():  # the host does not wait for the device
         from opacus_memprof.clipping.kernels.gram import replace_lost_norms_cuda
 
         return replace_lost_norms_cuda(norms, lost, g, a, picked)
@@ -163,7 +169,7 @@ def replace_lost_norms(
 def _tiled_sums(
     g: torch.Tensor, a: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Returns the sums of the products, and a function that returns those of their absolute values, each [N]."""
+    """Returns the sums of the products, and a function that returns the sums of their absolute values, each [N]."""
     count, rows, tokens = g.shape
     dtype = accumulation_dtype(g.dtype)
     if g.dtype == a.dtype == dtype and 2 * count * tokens * tokens * dtype.itemsize <= workspace.bytes:

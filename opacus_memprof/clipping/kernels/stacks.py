@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and clipped sums of per-sample gradients on CUDA: they are read once, and accumulated in float32.
 
-Small ones are many (a bias of each layer), and launching a kernel for each would take the host longer than the device
-needs for all. One launch goes through all of them, by a table of their addresses.
+There are many small stacks (a bias of each layer). Launching a kernel for each would take the host longer than the
+device needs for all. One launch processes all of them, by a table of their addresses.
 """
 
 from collections.abc import Sequence
@@ -63,12 +63,12 @@ def squared_norms(table, out, BLOCK: tl.constexpr, SOURCE: tl.constexpr):  # typ
 
 
 def weighted_sum_cuda(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`sum_n factors[n] stack[n]` in `dtype`.
+    """Returns `sum_n factors[n] stack[n]` in `dtype`.
 
     Args:
         stack: [N, ...], contiguous.
         factors: [N], float32.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     out = torch.empty(stack.shape[1:], dtype=dtype, device=stack.device)
     if out.numel():
@@ -83,12 +83,12 @@ def _launch_weighted_sum(stack: torch.Tensor, factors: torch.Tensor, out: torch.
 
 
 def weighted_sums_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """`sum_n factors[n] stack[n]` in `dtype` of each stack, with one launch.
+    """Returns `sum_n factors[n] stack[n]` in `dtype` for each stack, with one launch.
 
     Args:
         stacks: each [N, ...], contiguous, not empty; of one dtype.
         factors: [N], float32.
-        dtype: of the results.
+        dtype: the dtype of the results.
     """
     totals = empty_sums(stacks, dtype)
     _launch_weighted_sums(stacks, factors, totals)
@@ -106,14 +106,14 @@ def _launch_weighted_sums(
 
 
 def scale_cuda(stacks: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
-    """Multiplies the per-sample gradients of a single sample in place, with one launch.
+    """Multiplies the per-sample gradients of a single sample by its factor in place, with one launch.
 
     Args:
         stacks: each [1, ...], contiguous, not empty; of one dtype.
         factors: [1], float32.
     """
     if len(stacks) == 1:
-        _launch_weighted_sum(stacks[0], factors, stacks[0])  # faster for a large one
+        _launch_weighted_sum(stacks[0], factors, stacks[0])  # faster for a large stack
     else:
         _launch_weighted_sums(stacks, factors, stacks)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms clipped sums, `sum_n factors[n] (gradient of sample n)`, from what was kept.
+"""Forms clipped sums, `sum_n factors[n] (gradient of sample n)`, from kept tensors.
 
-Sums of bfloat16 and float16 are float32, and so are the scaled numbers that are added up: rounding each of them to
-eight bits changes a constant vector by up to 0.2 %, and gradients that cancel by any factor.
+Sums of bfloat16 and float16 are float32, and so are the scaled numbers that are added up. Rounding each of them to
+eight bits would change a constant vector by up to 0.2 %, and gradients that cancel by any factor.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
     Args:
         stack: per-sample gradients, [N, ...].
         factors: clip factors, [N], float32 (float64).
-        dtype: of the result, float32 for parameters of low precision.
-        workspace: ceiling on temporaries.
+        dtype: the dtype of the result, float32 for parameters of low precision.
+        workspace: limit on temporaries.
     """
     if has_kernels(stack):
         from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
@@ -49,8 +49,10 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 def sum_outer_products(
     g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """As `sum_products`, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns]. None if one matmul is
-    not enough: its copies do not fit into the workspace, or there is one sample, whose gradient is scaled instead.
+    """Does what `sum_products` does, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns].
+
+    Returns None if one matmul is not enough: its copies do not fit into the workspace, or there is one sample, whose
+    gradient is scaled instead.
     """
     if _is_by_sample(g.mT, a):
         return None
@@ -101,15 +103,16 @@ def sum_products(
     workspace: Workspace,
     lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the weighted sum of weight gradients `g[n] @ a[n]` by one matmul over samples and tokens together, as in
-    training without privacy.
+    """Returns the weighted sum of weight gradients `g[n] @ a[n]` by one matmul over samples and tokens together.
+
+    This is as fast as in training without privacy.
 
     Args:
         g: output gradients, [N groups, rows, T], sample-major.
         a: inputs, [N groups, T, columns].
         factors: clip factors, [N], float32 (float64).
-        groups: of a grouped convolution; otherwise 1.
-        workspace: ceiling on temporaries.
+        groups: number of groups of a grouped convolution; otherwise 1.
+        workspace: limit on temporaries.
         lost: on CUDA, the clip factors, [N] float32, of samples whose tokens cancel, which have 0 in `factors`.
 
     Returns:
@@ -148,13 +151,14 @@ def _sum_products(
         part = (_low_precision_product if is_low else _scaled_product)(left, right, scale, rows < columns)
         total = part if total is None else total.add_(part)
         del left, right, part
-    assert total is not None  # there was at least one piece
+    assert total is not None  # there was at least one part
     return total
 
 
 def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
-    """Returns whether norms are those of gradients that a product with TF32 has formed. It rounds scaled operands
-    in another way, so a sample whose tokens cancel could add more than its bound.
+    """Returns whether norms are those of gradients that a product with TF32 has formed.
+
+    It rounds scaled operands differently, so a sample whose tokens cancel could add more than its bound.
     """
     if not uses_tf32(g):
         return False
@@ -163,8 +167,9 @@ def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
 
 
 def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """As `sum_products`, of operands [N, groups, rows, T] and [N, groups, T, columns], from the gradients of some
-    samples at a time.
+    """Does what `sum_products` does, from the gradients of some samples at a time.
+
+    The operands are [N, groups, rows, T] and [N, groups, T, columns].
     """
     samples, groups, rows, _ = g.shape
     columns = a.shape[3]
@@ -177,15 +182,17 @@ def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, work
 
 
 def _is_split(x: torch.Tensor) -> bool:
-    """Returns whether torch multiplies such matrices into float32, and two of them add up to a scaled one: the
-    exponents of float16 do not reach as far as float32's.
+    """Returns whether a scaled operand is multiplied as the sum of two matrices of this dtype, into float32.
+
+    The exponents of float16 have a smaller range than float32's.
     """
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool) -> torch.Tensor:
-    """Returns the product of [groups, rows, n, t] and [groups, n, t, columns], one of which is scaled: the narrower
-    one, which this copies.
+    """Returns the product of [groups, rows, n, t] and [groups, n, t, columns], one of which is scaled.
+
+    Scales, and copies, the narrower one.
     """
     if scales_left:
         left = left * scale
@@ -202,8 +209,9 @@ def _folded_product(left: torch.Tensor, right: torch.Tensor, **options: Any) -> 
 def _low_precision_product(
     left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool
 ) -> torch.Tensor:
-    """As `_scaled_product`, in float32. On CUDA the scaled operand is the sum of two of bfloat16, whose products take
-    less time than one in float32.
+    """Does what `_scaled_product` does, in float32 from low precision.
+
+    On CUDA the scaled operand is the sum of two bfloat16 matrices, whose products take less time than one in float32.
     """
     narrow, wide = (left, right) if scales_left else (right, left)
 

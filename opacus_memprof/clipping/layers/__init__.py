@@ -22,14 +22,14 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.Conv2d: ConvolutionLayer,
     nn.GroupNorm: GroupNormLayer,
 }
-"""By exact type, because a subclass may have another forward. Others are recognized by what they compute."""
+"""Keyed by exact type, because a subclass may have another forward. Other layers are recognized by their results."""
 
 
 def layer_for(name: str, module: nn.Module, trainable: Sequence[str]) -> Layer:
     """Returns the layer that clips a module's own parameters.
 
     Args:
-        name: of the module in the model.
+        name: the name of the module in the model.
         module: the module.
         trainable: names of its own parameters that are trained.
     """

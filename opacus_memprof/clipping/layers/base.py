@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of all layers: exact per-sample norms, what to keep, and clipped sums."""
+"""The base class of all layers: exact per-sample norms, kept tensors, and clipped sums."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from opacus_memprof.errors import MemprofError
 
 @dataclass(slots=True)
 class KeptTensors:
-    """What one layer's backward keeps until the clip factors are known.
+    """The tensors that one layer's backward keeps until the clip factors are known.
 
     Attributes:
-        norms: squared norms, [B], float32 (float64), by parameter; None until `find_deferred_norms` finds them.
+        norms: squared norms, [B], float32 (float64), by parameter; None until `find_deferred_norms` computes them.
         stacks: per-sample gradients, [B, *parameter.shape], by parameter.
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
-        lost: on CUDA, for which samples the product that forms the clipped sum of `pair` would lose digits, because
-            their tokens cancel; booleans [B]. None if there are no such samples.
+        lost: on CUDA, booleans [B]: samples whose tokens cancel, so that the product that forms the clipped sum of
+            `pair` would lose digits. None if there are no such samples.
     """
 
     norms: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class KeptTensors:
         self.lost = None if self.lost is None else self.lost[samples.to(self.lost.device)]
 
     def split(self) -> Iterator[tuple[nn.Parameter, KeptTensors]]:
-        """Yields what is kept for each parameter."""
+        """Yields the kept tensors of each parameter."""
         for parameter, norms in self.norms.items():
             stacks = {parameter: self.stacks[parameter]} if parameter in self.stacks else {}
             if stacks:
@@ -73,8 +73,8 @@ class SplitFactors(NamedTuple):
     """Clip factors of the samples of a pair.
 
     Attributes:
-        rounded: with 0 for samples whose tokens cancel.
-        lost: with 0 for the others; None if there are none.
+        rounded: the factors, with 0 for samples whose tokens cancel.
+        lost: the factors of samples whose tokens cancel, with 0 for others; None if there are no such samples.
     """
 
     rounded: torch.Tensor
@@ -103,19 +103,19 @@ class Layer:
     The per-sample gradients of small parameters are always formed. For a large weight, input and output gradient (a
     pair) are kept instead if they are smaller than its per-sample gradients.
 
-    In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Neither is
-    changed.
+    In all methods `x` is the layer's input and `g` the gradient of its output, both with the batch first. Methods
+    change neither.
     """
 
-    any_arrangement = False  # whether dimensions between the samples and the features may have any meaning
+    any_arrangement = False  # whether dimensions between samples and features may be arranged in any way
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.running_module = module  # of a sharded model, `module` is a twin of the one that runs
-        self.is_shared = False  # whether its parameters are known to be used more than once in a pass
+        self.running_module = module  # in a sharded model, `module` is a twin of the running module
+        self.is_shared = False  # whether its parameters are used more than once in a pass, as far as known
         self._seen: list[nn.Parameter] = []
-        self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and the shapes that it is for
+        self._chosen: tuple[object, Choice | None] | None = None  # the last choice, and its shapes
         self._keep_function: tuple[object, KeepFunction] | None = None  # state of the last backward, and its method
         self.excluded: set[str] = set()  # names of parameters that another layer clips
 
@@ -124,8 +124,9 @@ class Layer:
         return [p for name, p in own if p is not None and p.requires_grad and name not in self.excluded]
 
     def running_parameters(self) -> list[nn.Parameter]:
-        """Returns what `trainable` returns while the layer runs. Of a sharded model, these are whole parameters instead
-        of shards.
+        """Returns the parameters that `trainable` returns while the layer runs.
+
+        In a sharded model these are whole parameters instead of shards.
         """
         if self.running_module is self.module:
             return self.trainable()
@@ -148,14 +149,15 @@ class Layer:
     def describe(self) -> str:
         return f"layer {self.name!r} ({type(self.module).__name__})"
 
-    # --- what subclasses define ---
+    # --- methods that subclasses define ---
     def min_dimensions(self) -> int:
         """Returns the least number of dimensions of an input that has a batch dimension."""
         raise NotImplementedError
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input as autocast will cast it, so that the kept tensor is the one that the layer computes
-        with.
+        """Returns the input as autocast will cast it.
+
+        The kept tensor is then the one that the layer computes with.
         """
         return x
 
@@ -172,14 +174,16 @@ class Layer:
         raise NotImplementedError
 
     def terms(self, x: torch.Tensor) -> int:
-        """Returns the number of products with output gradients of one channel to which an element of the input
-        contributes; for indices, the number of indices in a sample.
+        """Returns the number of products in which an element of the input meets one channel's output gradients.
+
+        For indices, returns the number of indices in a sample.
         """
         return 1
 
     def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
-        """Returns whether the norms of the weight, of which a pair is kept, are deferred to the optimizer's step (see
-        small_layers.py).
+        """Returns whether the norms of a weight with a kept pair are deferred to the optimizer's step.
+
+        See small_layers.py.
         """
         return False
 
@@ -191,8 +195,9 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the squared norms of the weight's per-sample gradients, [B], without keeping the gradients. On CUDA,
-        `lost` receives for which samples a clipped sum would lose digits (see KeptTensors).
+        """Returns the squared norms of the weight's per-sample gradients, [B], without keeping the gradients.
+
+        On CUDA, `lost` is set for samples whose clipped sum would lose digits (see KeptTensors).
         """
         raise NotImplementedError
 
@@ -204,12 +209,14 @@ class Layer:
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the clipped sum, of the weight's shape; float32 if `g` is of low precision. `lost` has the clip
-        factors, [B] float32 on CUDA, of samples whose gradients are formed in float64; `factors` has 0 for them.
+        """Returns the clipped sum, of the weight's shape; float32 if `g` is of low precision.
+
+        On CUDA, `lost` has the clip factors, [B] float32, of samples whose gradients are formed in float64; their
+        `factors` are 0.
         """
         raise NotImplementedError
 
-    # --- what is the same for all ---
+    # --- methods that all layers share ---
     def check_input(self, x: object) -> torch.Tensor:
         """Raises MemprofError unless `x` is a tensor with a batch dimension."""
         if not isinstance(x, torch.Tensor):
@@ -233,12 +240,13 @@ class Layer:
         return g.shape[0]
 
     def keep(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace, norms: bool = True) -> KeptTensors:
-        """Keeps per-sample gradients or the pair (x, g), whichever is smaller, and the exact norms unless `norms` is
-        False. Norms that are deferred to the optimizer's step are None.
+        """Keeps per-sample gradients or the pair (x, g), whichever is smaller, and exact norms if `norms` is True.
+
+        Norms that are deferred to the optimizer's step are None.
         """
         if not norms or x is None or self.excluded or type(self).keep_function is Layer.keep_function:
             return self._keep(x, g, workspace, norms)
-        # What is kept, and how, follows from these. To decide it anew takes longer than a small layer's kernels.
+        # The choice depends on these alone. A new choice would take longer than a small layer's kernels.
         own = [p is not None and p.requires_grad for p in self.module._parameters.values()]
         state = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, x.device, own)
         if self._keep_function is not None and self._keep_function[0] == state:
@@ -251,11 +259,10 @@ class Layer:
     def keep_function(
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
     ) -> KeepFunction | None:
-        """Returns a function that does for the next tensors what `keep` has done for these, without choosing again what
-        to keep.
+        """Returns a function that repeats for later tensors what `keep` has done for these, without a new choice.
 
-        The next tensors have the shapes, strides, dtypes and device of `x` and `g`. None if the layer has no such
-        function.
+        Later tensors must have the shapes, strides, dtypes and device of `x` and `g`. Returns None if the layer has no
+        such function.
         """
         return None
 
@@ -282,7 +289,7 @@ class Layer:
     def _keep_norms(
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, choice: Choice, workspace: Workspace
     ) -> None:
-        """Keeps the pair and its norms, both from float64 where float32 would be too coarse."""
+        """Keeps the pair and its norms, both from float64 where float32 would be too imprecise."""
         if has_kernels(g) and g.dim() > 2:
             kept.lost = torch.empty(len(g), dtype=torch.bool, device=g.device)
         squares = self.weight_squared_norms(x, g, choice, workspace, kept.lost)
@@ -309,15 +316,17 @@ class Layer:
         workspace: Workspace,
         first: KeptTensors | None = None,
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the clipped sums by parameter in the second of two passes, without keeping anything. Sums of weights
-        that are used several times may be float64, since their uses may cancel.
+        """Returns the clipped sums by parameter in the second of two passes, without keeping anything.
+
+        Sums of weights that are used several times may be float64, because their uses may cancel.
 
         Args:
-            x, g: see Layer.
+            x: see Layer.
+            g: see Layer.
             factors: clip factors, [B].
-            samples: the indices of the samples that count; None for all.
-            workspace: ceiling on temporaries.
-            first: what the first pass has kept.
+            samples: the indices of the samples to include; None for all.
+            workspace: limit on temporaries.
+            first: the tensors that the first pass has kept.
         """
         own = factors.to(g.device, accumulation_dtype(g.dtype))
         lost = None if first is None else first.lost
@@ -340,13 +349,13 @@ class Layer:
     def clipped_sums(
         self, kept: KeptTensors, factors: torch.Tensor, workspace: Workspace, split: SplitFactors | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yields the clipped sums, in float32 for parameters of low precision. Releases what was kept as it is used.
+        """Yields the clipped sums, in float32 for parameters of low precision. Releases kept tensors as it uses them.
 
         Args:
-            kept: what is kept.
+            kept: the kept tensors.
             factors: clip factors, [B].
-            workspace: ceiling on temporaries.
-            split: the same for the pair; default: split here.
+            workspace: limit on temporaries.
+            split: the factors of the pair; split here by default.
         """
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()
@@ -366,8 +375,9 @@ class Layer:
     owns_weight_gradients = False
 
     def is_scaled_in_place(self, parameter: nn.Parameter, stack: torch.Tensor) -> bool:
-        """Returns whether the clipped sum is the gradient of a single sample, scaled in place. Only the weight's
-        gradients may be overwritten: others may be views of gradients that autograd uses.
+        """Returns whether the clipped sum is the gradient of a single sample, scaled in place.
+
+        Only the weight's gradients may be overwritten, because others may be views of gradients that autograd uses.
         """
         is_owned = self.owns_weight_gradients and parameter is self.module._parameters.get("weight")
         is_single = stack.shape[0] == 1 and stack.numel() > 0 and stack.is_contiguous()

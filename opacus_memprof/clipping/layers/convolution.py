@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.Conv1d and nn.Conv2d: for each group a linear map of the unfolded input.
 
-The input is unfolded at once or, where that does not fit into the workspace, for some samples (or groups, or channels)
-at a time.
+The input is unfolded at once or, if that does not fit into the workspace, some samples (or groups, or channels) at a
+time.
 """
 
 import math
@@ -33,6 +33,8 @@ class Block(NamedTuple):
 
 
 class ConvolutionLayer(MatrixLayer):
+    """nn.Conv1d or nn.Conv2d."""
+
     module: nn.Conv1d | nn.Conv2d
 
     def min_dimensions(self) -> int:
@@ -63,7 +65,7 @@ class ConvolutionLayer(MatrixLayer):
         return g.reshape(len(x), -1, g.shape[2:].numel()), self._unfold(x).mT
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Returns whether the operands are views: only with a kernel of one tap that is applied everywhere."""
+        """Returns whether the operands are views. They are only for a kernel of one tap without stride and padding."""
         module: Any = self.module
         ones = (*module.kernel_size, *module.stride, module.groups)
         is_pointwise = set(ones) == {1} and not any(module._reversed_padding_repeated_twice)
@@ -114,7 +116,7 @@ class ConvolutionLayer(MatrixLayer):
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        size, share = self.sizes(x, g), workspace.half()  # half of it is for the unfolded blocks
         compute = gram_squared_norms if choice.norm == "gram" else gradient_squared_norms
         if self.fits(x, g, share):
             own = lost if lost is None or size.groups == 1 else lost.new_empty(len(g) * size.groups)
@@ -147,7 +149,7 @@ class ConvolutionLayer(MatrixLayer):
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        size, share = self.sizes(x, g), workspace.half()  # of it are the unfolded blocks
+        size, share = self.sizes(x, g), workspace.half()  # half of it is for the unfolded blocks
         if self.fits(x, g, share):
             return self._sum_of(*self.operands(x, g), factors, size.groups, share, lost).view(self.weight().shape)
         shape = (size.groups, size.rows, size.columns)

@@ -15,8 +15,10 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sli
 
 
 class EmbeddingLayer(Layer):
-    """nn.Embedding. The pair is always kept: it is smaller than per-sample gradients unless a sample has more tokens
-    than the table has rows, and the norm can be computed from it.
+    """nn.Embedding, for which the pair is always kept.
+
+    It is smaller than per-sample gradients unless a sample has more tokens than the table has rows. The norm can be
+    computed from it.
     """
 
     module: nn.Embedding
@@ -57,7 +59,7 @@ class EmbeddingLayer(Layer):
         workspace: Workspace,
         lost: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # Sums may cancel. Only on the CPU does the host know, and have float64 numbers for them.
+        # Sums may cancel. The host knows this only on the CPU, where it then uses float64.
         dtype = torch.float64 if lost is not None else accumulation_dtype(g.dtype)
         total = torch.zeros(len(x), dtype=accumulation_dtype(g.dtype), device=g.device)
         ids = x.reshape(len(x), -1) if len(x) else x
@@ -72,7 +74,7 @@ class EmbeddingLayer(Layer):
         if lost is not None:
             most = cost.embedding_workspace(len(x), tokens, width, g.element_size(), sample_bytes, workspace.bytes)
             workspace = Workspace(most)
-        # Processes some samples at a time, and of these some columns.
+        # Processes some samples at a time, and for these some columns at a time.
         samples = max(1, workspace.fit(sample_bytes, len(x)))
         remaining = Workspace(workspace.bytes - samples * tokens * (cost.INDEX_BYTES + copied))
         column_bytes = samples * tokens * (dtype.itemsize + cast)
@@ -92,9 +94,9 @@ class EmbeddingLayer(Layer):
         return total
 
     def _slots(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token an index that exactly the equal tokens of its sample share, and whether it is padding.
+        """Returns for each token an index that it shares with equal tokens of its sample, and whether it is padding.
 
-        Sorting, unlike `unique`, does not make the host wait for the device.
+        Unlike `unique`, sorting does not make the host wait for the device.
         """
         ordered, order = ids.sort(dim=1)
         new = torch.zeros_like(ordered)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any module: per-sample gradients by repeating its forward, some samples at a time."""
+"""Any module: computes per-sample gradients by repeating its forward, some samples at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum
 
 
 class GenericLayer(Layer):
-    """A module whose forward is repeated for the per-sample gradients of some of the parameters in it, which are kept.
+    """A module whose forward is repeated to compute and keep the per-sample gradients of some of its parameters.
 
-    In all methods `x` is the module's Call, and `g` lists the gradients of the outputs that the call lists.
+    In all methods `x` is the module's Call, and `g` lists the gradients of the call's outputs.
 
     Args:
-        name: of the module.
+        name: the name of the module.
         module: the module.
-        names: the parameters, by their names in the module.
+        names: the names of the parameters in the module.
     """
 
     def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class GenericLayer(Layer):
         parameters = self._parameters()
         size = workspace.fit(sample_bytes(call, g, parameters.values()), call.batch)
         for n, found in Repetition(self.module, parameters, self.way).chunks(call, g, max(1, size)):
-            # A complex number is two real ones, to clipping and to noise.
+            # Clipping and noise treat a complex number as two real numbers.
             yield n, {name: torch.view_as_real(part) if part.is_complex() else part for name, part in found.items()}
 
     def batch_size(self, x: Any, g: Any) -> int:
@@ -102,7 +102,7 @@ class GenericLayer(Layer):
 
 
 def sample_bytes(call: Call, g: Sequence[torch.Tensor], parameters: Iterable[nn.Parameter]) -> int:
-    """Estimates the bytes that one sample takes: its gradients, and four times its inputs and outputs."""
+    """Estimates the bytes for one sample: its gradients, and four times its inputs and outputs."""
     tensors = [x for x, where in zip(call.leaves, call.arrangements, strict=True) if where is not None]
     moved: int = sum(x.numel() * x.element_size() for x in [*tensors, *g]) // max(1, call.batch)
     return 4 * moved + sum(p.numel() * p.element_size() for p in parameters)

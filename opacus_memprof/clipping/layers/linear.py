@@ -11,7 +11,7 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:
-    """Casts `x` as autocast casts the operands of a matrix product or convolution: everything but float64."""
+    """Casts `x` as autocast casts the operands of a matrix product or convolution: every dtype except float64."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
@@ -19,6 +19,8 @@ def autocast_input(x: torch.Tensor) -> torch.Tensor:
 
 
 class LinearLayer(MatrixLayer):
+    """nn.Linear."""
+
     any_arrangement = True
 
     def min_dimensions(self) -> int:
@@ -89,8 +91,9 @@ class LinearLayer(MatrixLayer):
 
 
 class TransposedLinearLayer(LinearLayer):
-    """A linear layer whose weight is [inputs, outputs], such as Conv1D of transformers: the gradient of its weight is
-    that of a linear layer with input and output gradient exchanged.
+    """A linear layer whose weight is [inputs, outputs], such as Conv1D of transformers.
+
+    The gradient of its weight is that of a linear layer with input and output gradient exchanged.
     """
 
     def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of layers whose weight gradient is a matrix product: linear layers, and convolutions of their unfolded
-input.
+"""The base class of layers whose weight gradient is a matrix product.
+
+These are linear layers, and convolutions (with the unfolded input).
 """
 
 from typing import NamedTuple
@@ -34,8 +35,9 @@ class MatrixLayer(Layer):
         raise NotImplementedError
 
     def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns]. There
-        must be a sample and a token.
+        """Returns the operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns].
+
+        There must be at least one sample and one token.
         """
         raise NotImplementedError
 
@@ -48,8 +50,9 @@ class MatrixLayer(Layer):
         return True
 
     def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the tensors, [B, ..., rows] and [B, ..., columns], of which the weight's gradient is the sum of the
-        tokens' outer products. None if they would have to be copied.
+        """Returns the tensors, [B, ..., rows] and [B, ..., columns], whose outer products give the weight's gradient.
+
+        The gradient is the sum over tokens. Returns None if the tensors would have to be copied.
         """
         raise NotImplementedError
 

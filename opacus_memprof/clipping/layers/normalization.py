@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.LayerNorm, nn.RMSNorm and nn.GroupNorm: their per-sample gradients are small and always kept.
+"""nn.LayerNorm, nn.RMSNorm and nn.GroupNorm, whose per-sample gradients are small and always kept.
 
-The normalized input is recomputed, for some samples (or tokens, or groups) at a time.
+The normalized input is recomputed, some samples (or tokens, or groups) at a time.
 """
 
 import torch
@@ -58,7 +58,7 @@ class _LastDimensionsNorm(Layer):
         return self._keep_stacks if is_plain and fits and self.is_trainable("weight") else None
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the per-sample gradients of tensors [B, T, features]."""
+        """Keeps the per-sample gradients, for inputs [B, T, features]."""
         bias = self.module._parameters.get("bias")
         stacks: dict[nn.Parameter, torch.Tensor] = {}
         if bias is not None and bias.requires_grad:
@@ -67,8 +67,9 @@ class _LastDimensionsNorm(Layer):
         return keep_stacks(stacks)
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Returns the weight's per-sample gradients, all at once, of tensors [B, T, *normalized_shape]. They are
-        allocated before the temporaries, as the out-of-memory advice counts them.
+        """Returns the weight's per-sample gradients, all at once, for inputs [B, T, *normalized_shape].
+
+        They are allocated before the temporaries; the out-of-memory advice relies on this order.
         """
         dtype = accumulation_dtype(g.dtype)
         total = torch.empty(g.shape[0], *g.shape[2:], dtype=dtype, device=g.device)
@@ -76,6 +77,8 @@ class _LastDimensionsNorm(Layer):
 
 
 class LayerNormLayer(_LastDimensionsNorm):
+    """nn.LayerNorm."""
+
     module: nn.LayerNorm
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +92,7 @@ class LayerNormLayer(_LastDimensionsNorm):
         return self._keep_stacks_cpu if is_in_one_call else own
 
     def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """As `_keep_stacks`, of small tensors, in one call into C++."""
+        """Does what `_keep_stacks` does, for small tensors, in one call into C++."""
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         of_weight, of_bias = layer_norm_gradients_cpu(x, g, self.module.eps)
         own = [(bias, of_bias), (weight, of_weight)]
@@ -98,6 +101,8 @@ class LayerNormLayer(_LastDimensionsNorm):
 
 
 class RMSNormLayer(_LastDimensionsNorm):
+    """nn.RMSNorm."""
+
     module: nn.RMSNorm
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +110,8 @@ class RMSNormLayer(_LastDimensionsNorm):
 
 
 class GroupNormLayer(Layer):
+    """nn.GroupNorm."""
+
     module: nn.GroupNorm
 
     def min_dimensions(self) -> int:
@@ -155,8 +162,9 @@ class GroupNormLayer(Layer):
         return keep_stacks(stacks)
 
     def _has_kernel(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Returns whether one kernel finds the gradients, in no more time than torch's. It has a program for each
-        group.
+        """Returns whether one kernel computes the gradients, and is not slower than torch's kernels.
+
+        It has a program for each group.
         """
         if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous()):
             return False

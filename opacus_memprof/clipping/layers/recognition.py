@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognizes layers by what they compute on a tiny input: linear maps, scaled embeddings, scales of features.
+"""Recognizes layers by their results on a tiny input: linear maps, scaled embeddings, scales of features.
 
-Frameworks have many classes for these: Conv1D and RMSNorm of transformers, linear layers of recurrent cells, LayerNorm
-over channels. A class name would say nothing about its forward.
+Libraries have many classes for these: Conv1D and RMSNorm of transformers, linear layers of recurrent cells, LayerNorm
+over channels. A class name says nothing about the forward.
 """
 
 from typing import Any, Literal
@@ -20,8 +20,9 @@ from opacus_memprof.clipping.layers.scale import ScaleLayer
 
 
 def recognize(name: str, module: nn.Module) -> Layer | None:
-    """Returns the layer that computes what `module` does, or None. `module` must own all its parameters. It is left
-    unchanged, and so are the random number generators.
+    """Returns the layer that computes the same as `module`, or None.
+
+    `module` must own all its parameters. The module and the random number generators do not change.
     """
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")
@@ -33,7 +34,7 @@ def recognize(name: str, module: nn.Module) -> Layer | None:
     try:
         with torch.no_grad(), repeating(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
             return _recognize(name, module, weight, own.get("bias"))
-    except Exception:  # whatever the module raises on an input that it does not expect
+    except Exception:  # the module may raise anything for an unexpected input
         return None
     finally:
         with torch.no_grad():
@@ -60,7 +61,7 @@ def _embedding(name: str, module: nn.Embedding, weight: torch.Tensor) -> Layer |
 
 def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
     values: dict[str, torch.Tensor] = {}
-    if not weight.any():  # zeros tell nothing; of a large weight on a virtual GPU nothing else is known
+    if not weight.any():  # zeros show nothing; a large weight on a virtual GPU has no other values
         values = {
             key: torch.randn(p.shape, dtype=p.dtype) for key, p in (("weight", weight), ("bias", bias)) if p is not None
         }
@@ -120,7 +121,7 @@ def _one_by_one(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Returns whether two outputs agree. Many layers compute in float32, whatever their parameters are."""
+    """Returns whether two outputs agree. Many layers compute in float32, whatever their parameters' dtype."""
     precision = 8 * torch.finfo(actual.dtype).eps if actual.dtype.itemsize < 4 else 1e-5
     scale = float(expected.abs().max())
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=precision, atol=precision * scale)
@@ -198,8 +199,8 @@ _SMOOTH = frozenset(
 class _OnlySmooth(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises TypeError for operations other than products, sums, powers and means.
 
-    What a module computes with these on a few random numbers holds for all numbers: no clamp, comparison or condition
-    depends on the values.
+    A result of these operations on a few random numbers holds for all numbers, because no clamp, comparison or
+    condition depends on the values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a model that flash_clip clips: for which parameters a module is tapped or repeated."""
+"""The layers of a model that flash_clip clips: which modules are tapped or repeated, and for which parameters."""
 
 from collections.abc import Iterable
 
@@ -14,8 +14,9 @@ from opacus_memprof.errors import MemprofError
 
 
 class LayerRegistry:
-    """The layers of a model by module. Every trainable parameter belongs to the layers of all modules that own it, or
-    to one GenericLayer above them.
+    """The layers of a model by module.
+
+    Every trainable parameter belongs to the layers of all modules that own it, or to one GenericLayer above them.
 
     Args:
         model: the model.
@@ -51,7 +52,7 @@ class LayerRegistry:
         return {p: name for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _leave_to_inner_modules(self) -> None:
-        """Assigns a parameter that a module and one of its submodules own to the submodule."""
+        """Assigns parameters that both a module and its submodule own to the submodule."""
         for module, layers in list(self.at.items()):
             inside = {p for inner in module.modules() if inner is not module for p in inner.parameters(recurse=False)}
             for layer in layers:
@@ -79,17 +80,17 @@ class LayerRegistry:
         self._move(layer, module)
 
     def parent_of(self, layer: Layer) -> nn.Module:
-        """Returns the module that contains the layer's module. The model itself contains all."""
+        """Returns the module that contains the layer's module. For the model itself, returns the model."""
         names = self._names[layer.module]
         parents = {name.rpartition(".")[0] for name in names}
-        while len(parents) > 1:  # a module with several names: what contains all of these
+        while len(parents) > 1:  # a module with several names: find the module that contains all of them
             longest = max(parents, key=lambda name: name.count(".") + bool(name))
             parents = (parents - {longest}) | {longest.rpartition(".")[0]}
         parent: nn.Module = self._modules[parents.pop()]
         return parent
 
     def _move(self, layer: Layer, target: nn.Module) -> None:
-        """Assigns the layer's parameters to a GenericLayer of `target`, and to no other layer inside it."""
+        """Moves the layer's parameters to a GenericLayer of `target`, and removes them from other layers inside it."""
         if self.is_sharded:
             refuse_repetition(layer)
         parameters = layer.trainable()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose output is `c(x) * weight + bias`, feature by feature: RMSNorm, LayerNorm and layer scales of many
-makes.
+"""Layers whose output is `c(x) * weight + bias`, feature by feature: RMSNorm, LayerNorm and layer scales.
 
-`c(x)` is the layer's own output for a weight of ones (or of zeros, where it adds one to the weight) and no bias.
+`c(x)` is the layer's own output for a weight of ones and no bias. Where a layer adds one to the weight, it is the
+output for a weight of zeros.
 """
 
 from typing import Any, Literal
@@ -15,16 +15,16 @@ from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
-_COPIES = 6  # of the input live at once: casts, squares, the normalized input and its product
+_COPIES = 6  # copies of the input that are live: casts, squares, the normalized input and its product
 
 
 class ScaleLayer(Layer):
     """A layer that scales features.
 
     Args:
-        name: of the module.
-        module: the module; its parameters are `weight` and perhaps `bias`, both of the number of features.
-        axis: the dimension that has the features: -1 or 1.
+        name: the name of the module.
+        module: the module; its parameters are `weight` and perhaps `bias`, both with one element for each feature.
+        axis: the dimension of the features: -1 or 1.
         unit: the value of the weight at which the output is c(x): 1, or 0.
     """
 

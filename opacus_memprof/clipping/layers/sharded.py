@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that FSDP2 has sharded: every rank holds a part of each parameter, and the whole parameter only while its
-module runs.
+"""Models that FSDP2 has sharded.
 
-A layer of such a model has a twin of its module: without FSDP's hooks, and always with the shards, which the optimizer
-has. Its shapes and options are the module's.
+Every rank holds a part of each parameter, and the whole parameter only while its module runs. Each layer has a twin of
+its module, without FSDP's hooks and always with the shards, which the optimizer uses. The twin's shapes and options are
+the module's.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ def check_sharding(model: nn.Module) -> None:
         MemprofError: it is sharded in another way.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        raise MemprofError("flash_clip does not know FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2).")
+        raise MemprofError("flash_clip does not support FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2).")
     is_sharded = isinstance(model, FSDPModule)
     if not is_sharded and any(isinstance(each, FSDPModule) for each in model.modules()):
         raise MemprofError("parts of the model are sharded by fully_shard, but the model is not; shard it as well.")
@@ -69,7 +69,9 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
     """Returns the layer that clips the parameters of a module of a sharded model.
 
     Args:
-        name, module, trainable: see `layer_for`.
+        name: see `layer_for`.
+        module: see `layer_for`.
+        trainable: see `layer_for`.
 
     Raises:
         MemprofError: its forward would have to be repeated.
@@ -88,8 +90,12 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
 
 
 def refuse_repetition(layer: Layer, reason: str = "") -> None:
-    """Raises MemprofError, because the layer's parameters are gone when its forward would be repeated. `reason` is a
-    sentence on why it would be.
+    """Raises MemprofError, because the layer's parameters are gone when its forward would be repeated.
+
+    `reason` is a sentence that says why it would be.
+
+    Raises:
+        MemprofError: always.
     """
     raise MemprofError(
         f"the gradients of {layer.describe()} need its forward repeated, or that of a module around it, in backward, "
@@ -107,7 +113,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _stand_in(shard: torch.Tensor) -> nn.Parameter:
-    """Returns a parameter of the whole shape, whose numbers show what a module computes with it."""
+    """Returns a parameter of the whole shape, whose values show how a module uses it."""
     generator = torch.Generator(shard.device).manual_seed(0)
     values = torch.randn(shard.shape, dtype=shard.dtype, device=shard.device, generator=generator)
     return nn.Parameter(values, requires_grad=shard.requires_grad)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a parameter that a forward uses more than once: by a layer that runs twice, by tied layers, or in two
-forwards for one backward.
+"""The gradient of a parameter that a forward uses more than once.
 
-The norm of a sum of gradients is not the sum of their norms: `|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2`. Uses by linear
-layers are one use with the tokens of all, and so are uses by embeddings. The product of an embedding's gradient
-`sum_t e(i_t) d_t^T` (indices i, output gradients d) and a linear layer's `sum_u g_u a_u^T` is
-`sum_{t,u} g_u[i_t] (d_t . a_u)`: computed in tiles, like the norms. Where the three terms cancel, the norm is
-computed from the gradient instead (see kernels/norm_bounds.py).
+The uses come from a layer that runs twice, from tied layers, or from two forwards for one backward. The norm of a sum
+of gradients is not the sum of their norms: `|G + H|^2 = |G|^2 + 2 <G, H> + |H|^2`. Several uses by linear layers are
+treated as one use with the tokens of all; likewise uses by embeddings. The product of an embedding's gradient `sum_t
+e(i_t) d_t^T` (indices i, output gradients d) and a linear layer's `sum_u g_u a_u^T` is `sum_{t,u} g_u[i_t] (d_t .
+a_u)`, which is computed in tiles, like the norms. Where the three terms cancel, the norm is computed from the gradient
+instead (see kernels/norm_bounds.py).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Use(NamedTuple):
 
 
 class SharedGradient:
-    """What is kept for a parameter that is used more than once.
+    """The tensors that are kept for a parameter that is used more than once.
 
     These are pairs (x, g) while they are smaller than per-sample gradients, then the sum of the per-sample gradients.
     On the CPU pairs become float64 if uses cancel so much that rounding to float32 would change a sample's gradient.
 
     Attributes:
         parameter: the parameter.
-        name: of the layer that used it first in backward.
+        name: the name of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
         kept_norms: the squared norms, once they are known, and on CUDA the samples whose tokens cancel.
@@ -75,7 +75,7 @@ class SharedGradient:
             yield "backprop_copies", use.g
 
     def add(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
-        """Adds what a layer has kept of this parameter."""
+        """Adds the tensors that a layer has kept for this parameter."""
         if self.parameter in kept.stacks:
             self._add_stack(kept.stacks[self.parameter])
         elif kept.pair is not None:
@@ -136,7 +136,7 @@ class SharedGradient:
     def _norms_of_gradients(self, workspace: Workspace) -> torch.Tensor:
         """Returns the squared norms from per-sample gradients, formed for as many samples at a time as fit."""
         batch, parts = len(self.uses[0].g), []
-        dtype = accumulation_dtype(self.uses[0].g.dtype)  # of the clipped sum, too
+        dtype = accumulation_dtype(self.uses[0].g.dtype)  # the dtype of the clipped sum, too
         item = dtype.itemsize
         for n in slices(batch, max(1, workspace.fit(2 * self.parameter.numel() * item, batch))):
             total = None if self.stack is None else self.stack[n]
@@ -154,14 +154,12 @@ class SharedGradient:
         self.kept_norms.select(samples)
 
     def release(self) -> None:
-        """Drops what is kept."""
+        """Drops the kept tensors."""
         self.uses.clear()
         self.stack = None
 
     def clipped_sum(self, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """Returns the clipped sum, in float32 for a parameter of low precision. Releases what was kept as it is
-        used.
-        """
+        """Returns the clipped sum, in float32 for a parameter of low precision. Releases kept tensors after use."""
         total: torch.Tensor | None = None
         dtype = sum_dtype(self.parameter.dtype)
         if self.stack is not None:
@@ -196,11 +194,11 @@ def squared_norms_of_sum(
     """Returns the squared norms `|G + H|^2`, [B], of the weight gradients of an embedding and of a linear layer.
 
     Args:
-        embedding: x are indices.
-        linear: of a layer whose weight is the embedding's table.
+        embedding: the use by the embedding; its x are indices.
+        linear: the use by a layer whose weight is the embedding's table.
         own: `|G|^2 + |H|^2`, [B].
-        workspace: ceiling on temporaries.
-        lost: on CUDA, where it is added for which samples the gradient is formed, booleans [B].
+        workspace: limit on temporaries.
+        lost: on CUDA, booleans [B]; set for samples whose gradients are formed.
     """
     batch, width = len(embedding.g), embedding.g.shape[-1]
     ids = embedding.x.reshape(batch, embedding.x.shape[1:].numel())
@@ -243,7 +241,7 @@ def cross_products(
         d: its output gradients, [B, S, columns].
         g: output gradients of the linear layer, [B, T, rows].
         a: its inputs, [B, T, columns].
-        workspace: ceiling on temporaries.
+        workspace: limit on temporaries.
         token: the name of a token in errors.
     """
     dtype, width = accumulation_dtype(g.dtype), d.shape[2]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes norms and clipped sums of many small layers at once.
 
-Small layers keep the host waiting, not the device: launching a kernel takes longer than the kernel. So what backward
-keeps of them waits for the optimizer's step, where one launch does it for all, or C++ on the CPU; and products that
-follow one another are left to C++.
+With small layers the host is slower than the device: launching a kernel takes longer than the kernel. Their norms and
+sums are therefore deferred to the optimizer's step, where one launch (or C++, on the CPU) computes all of them.
+Consecutive products are computed in C++.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +21,20 @@ from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
 from opacus_memprof.clipping.layers.matrix import MatrixLayer
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
-# Of sums that are formed at once, while what they are formed from is still there. Also of one gradient of a single
-# sample, which is scaled together with others: larger ones are scaled in turn while sums are sent to other ranks.
+# Limit on sums that are formed at once, while their kept tensors still exist. Also the limit on a single sample's
+# gradient that is scaled together with others; larger ones are scaled one by one while sums are sent to other ranks.
 _MOST_BYTES = 1 << 20
 
 
-# Norms that have to be found: where they belong, whose gradients' norms they are, and the per-sample gradients, or the
-# operands whose product these are. A tuple, for there are some hundreds.
+# A deferred norm: where it belongs, the parameter, and the per-sample gradients, or the operands whose product they
+# are. A tuple, because there are hundreds.
 _Deferred = tuple[dict[nn.Parameter, torch.Tensor | None], nn.Parameter, tuple[torch.Tensor, ...]]
 
 
 def find_deferred_norms(kept: dict[Layer, KeptTensors]) -> None:
     """Computes the deferred norms, which are None until then."""
     stacks: list[_Deferred] = []
-    large: list[_Deferred] = []  # of a single sample
+    large: list[_Deferred] = []  # stacks of a single sample
     pairs: list[_Deferred] = []
     tokens: list[_Deferred] = []  # pairs of a single token
     owners: dict[int, KeptTensors] = {}  # by the id of their norms
@@ -83,8 +83,9 @@ def _squared_norms(stacks: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Returns the squared norms of `g[n] @ a[n]` for small pairs with a single token, [pairs, N]: the norm of a
-    product of vectors is the product of their norms.
+    """Returns the squared norms of `g[n] @ a[n]` for small pairs with a single token, [pairs, N].
+
+    The norm of an outer product of vectors is the product of their norms.
     """
     if has_kernels(pairs[0][0]):
         from opacus_memprof.clipping.kernels.formed import norms_of_outer_products_cuda
@@ -113,7 +114,7 @@ def pop_small_sums(
     """Removes the small per-sample gradients, and yields each parameter with its clipped sum.
 
     Args:
-        kept: by layer.
+        kept: the kept tensors by layer.
         factors: clip factors, [B], of all parameters.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
@@ -140,7 +141,7 @@ def _sum_bytes(parameter: nn.Parameter) -> int:
 
 
 def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """`sum_n factors[n] stack[n]` of small stacks, in `dtype`."""
+    """Returns `sum_n factors[n] stack[n]` for each of the small stacks, in `dtype`."""
     if not has_kernels(stacks[0]):
         return weighted_sums_cpu(stacks, factors.to(stacks[0]), dtype)
     from opacus_memprof.clipping.kernels.stacks import weighted_sums_cuda
@@ -152,7 +153,7 @@ class Splits:
     """The clip factors of each layer's pair, split by `KeptTensors.lost`, with two launches for all of them.
 
     Args:
-        kept: by layer.
+        kept: the kept tensors by layer.
         factors: clip factors, [B], of all parameters.
     """
 
@@ -161,7 +162,7 @@ class Splits:
         self._places: dict[Layer, tuple[torch.device, int]] = {}
         self._splits: dict[torch.device, SplitFactors] = {}
         flags: dict[torch.device, list[torch.Tensor]] = {}
-        for layer, each in reversed(kept.items()):  # as these are removed
+        for layer, each in reversed(kept.items()):  # in the order in which they are removed
             if each.lost is not None and each.pair is not None:
                 rows = flags.setdefault(each.lost.device, [])
                 self._places[layer] = each.lost.device, len(rows)
@@ -175,7 +176,7 @@ class Splits:
         return SplitFactors(rounded if lost is None else rounded[0], None if lost is None else lost[0])
 
     def of_layers(self, layers: Sequence[Layer]) -> SplitFactors:
-        """Returns the factors of neighbours: [layers, B] if all have such samples, [B] if none has."""
+        """Returns the factors of consecutive layers: [layers, B] if all have lost samples, [B] if none has."""
         if layers[0] not in self._places:
             return SplitFactors(self.factors, None)
         device, first = self._places[layers[0]]
@@ -185,7 +186,7 @@ class Splits:
         return SplitFactors(rounded[own], lost[own])
 
     def are_alike(self, one: Layer, other: Layer) -> bool:
-        """Returns whether `of_layers` accepts both together."""
+        """Returns whether `of_layers` accepts both layers together."""
         return self._places.get(one, (None,))[0] == self._places.get(other, (None,))[0]
 
 
@@ -197,9 +198,9 @@ def pop_small_products(
     Returns their weights with the clipped sums; empty if the last layer is of another kind.
 
     Args:
-        kept: by layer.
+        kept: the kept tensors by layer.
         splits: clip factors, of all parameters.
-        workspace: ceiling on temporaries.
+        workspace: limit on temporaries.
     """
     if len(splits.factors) < 2:  # a single sample's gradient is scaled instead
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves, while a training runs, that clipping is exact. See docs/flash_clip.md for what is checked when.
+"""Proves during training that clipping is exact. docs/flash_clip.md says what is checked when.
 
-`situations` has the proof of flash_clip, `opacus_modes` the check of Opacus' own modes.
+`situations` proves flash_clip, and `opacus_modes` checks Opacus' own modes.
 """

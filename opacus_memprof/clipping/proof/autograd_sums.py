@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of gradients by plain autograd, and whether the sums that layers have found agree with them."""
+"""Computes sums of gradients by plain autograd, and compares them with the sums that layers have computed."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +15,8 @@ def autograd_gradients(
 ) -> dict[nn.Parameter, torch.Tensor | None]:
     """Returns the gradients of parameters by plain autograd; None for parameters that the outputs do not depend on.
 
-    It calls `backward` rather than `grad`, which reentrant checkpoints do not support. The parameters' own gradients
-    stay as they were.
+    It calls `backward` rather than `grad`, which reentrant checkpoints do not support. The parameters' own gradients do
+    not change.
     """
     before = [p.grad for p in parameters]
     try:
@@ -30,7 +30,7 @@ def autograd_gradients(
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Returns complex numbers as two real ones, as the layers have them."""
+    """Returns complex numbers as pairs of real numbers, as the layers store them."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -44,12 +44,12 @@ def wrong_sums(
     """Returns the parameters whose sums differ from autograd's by more than rounding.
 
     Args:
-        found: what the layers have found, once for each parameter. It is gone through after `autograd`.
-        autograd: what autograd finds for outputs' gradients that are multiplied by a number.
+        found: the sums of the layers, once for each parameter. Consumed after `autograd` has returned.
+        autograd: returns autograd's gradients, for outputs' gradients that are multiplied by a number.
 
     Returns:
-        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite: others prove
-        nothing.
+        The errors by parameter, relative to the gradient's norm, and whether all numbers are finite; other numbers
+        prove nothing.
     """
     expected = autograd(1.0)
     owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
@@ -65,7 +65,7 @@ def wrong_sums(
         elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
             wrong[parameter] = error
     if wrong and is_finite:
-        # Gradients may cancel to less than their rounding, which other numbers round in another way.
+        # Gradients may cancel to less than their rounding errors, which differ for other numbers.
         again = autograd(_OTHER_SCALE)
         for parameter, error in list(wrong.items()):
             gradient, first = again.get(parameter), expected.get(parameter)
@@ -80,14 +80,14 @@ def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """The norm, in double precision, a scalar."""
+    """Returns the norm as a scalar, in double precision."""
     dtype = torch.complex128 if x.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(x.detach(), dtype=dtype)
     return norm
 
 
 def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
-    """The values of scalars, which may be on several devices. The host waits once for each device."""
+    """Returns the values of scalars, which may be on several devices. The host waits once for each device."""
     scalars = list(scalars)
     found = [0.0] * len(scalars)
     for device in dict.fromkeys(each.device for each in scalars):
@@ -98,8 +98,9 @@ def _numbers(scalars: Iterable[torch.Tensor]) -> list[float]:
 
 
 def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
-    """Returns by how much, relative to its norm, the sum of a parameter's gradients may differ from autograd's, which
-    rounds in another order.
+    """Returns the relative difference to autograd's sum that rounding in another order may cause.
+
+    It is relative to the norm of the sum of a parameter's gradients.
     """
     if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 1e-2

@@ -20,12 +20,12 @@ _SAME_OUTPUT_LOW_PRECISION = 1e-2
 
 
 class ForwardByHand:
-    """A forward of a model in training, as it was called, and what backward brought to its outputs.
+    """A forward of a model in training, as it was called, and the gradients that backward brought to its outputs.
 
     Args:
         model: the plain model.
-        args: what it is called with by position.
-        kwargs: what it is called with by name.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class ForwardByHand:
         self.samples = batches[0] if batches else 0
 
     def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
-        """Records the gradients of the outputs while `is_counted()` is True. Call it when the forward has ended."""
+        """Records the gradients of the outputs while `is_counted()` is True. Called when the forward has ended."""
         self.draws_random_numbers = self.random_state.has_moved()
         leaves = _tensors(output)
         self.shapes = [each.shape for each in leaves]
@@ -62,7 +62,7 @@ class ForwardByHand:
 
     @property
     def is_low_precision(self) -> bool:
-        """Returns whether the model, or a part of it, computed in float16 or bfloat16."""
+        """Whether the model, or a part of it, computed in float16 or bfloat16."""
         low = (torch.float16, torch.bfloat16)
         in_autocast = self._autocast[0] and self._autocast[1] in low
         tensors = [*self.cotangents.values(), *self.model.parameters()]
@@ -80,10 +80,10 @@ class ForwardByHand:
                 )
 
     def per_sample_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
-        """Yields each sample's gradients of `parameters`, None where there is none.
+        """Yields each sample's gradients of `parameters`; None for parameters without a gradient.
 
-        A model that draws no random numbers is run on each sample alone. Otherwise the whole batch is run with the same
-        numbers, and backward starts from one sample's outputs at a time.
+        A model that draws no random numbers runs on each sample alone. Any other model runs on the whole batch with the
+        same random numbers, and backward starts from one sample's outputs at a time.
         """
         alone = not self.draws_random_numbers and self._runs_alone()
         if not alone:
@@ -113,15 +113,15 @@ class ForwardByHand:
     ) -> Iterator[Gradients]:
         """Yields this rank's shards of each sample's gradients, for the samples of all ranks. All ranks call it.
 
-        FSDP2 gathers parameters and reduces gradients in every forward and backward, in which all ranks take part:
-        backward starts from one sample of one rank, and from zeros on the others.
+        FSDP2 gathers parameters and reduces gradients in every forward and backward, in which all ranks take part.
+        Backward therefore starts from one sample of one rank, and from zeros on the others.
 
         Args:
-            parameters: the sharded parameters. Their `grad` is left as it was.
-            ranks: how many ranks there are.
-            own_rank: this one.
+            parameters: the sharded parameters. Their `grad` does not change.
+            ranks: the number of ranks.
+            own_rank: the number of this rank.
             most_samples: the largest batch of a rank.
-            scale: what this rank's gradients are multiplied by.
+            scale: the factor by which this rank's gradients are multiplied.
         """
         before = [parameter.grad for parameter in parameters]
         try:
@@ -136,7 +136,7 @@ class ForwardByHand:
                         if rank == own_rank and sample < self.samples:
                             cotangents[-1][sample] = cotangent[sample] * scale
                     torch.autograd.backward(starts, cotangents)
-                    # FSDP2 takes the mean over the ranks.
+                    # FSDP2 averages over the ranks.
                     yield [None if parameter.grad is None else parameter.grad * ranks for parameter in parameters]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -146,10 +146,10 @@ class ForwardByHand:
         """Checks that no sample's outputs depend on other samples, for every ordered pair of samples.
 
         Args:
-            most_samples: the largest batch of a rank, if ranks run the model together: all run it as often.
+            most_samples: the largest batch of a rank, if ranks run the model together: all ranks run it equally often.
 
         Raises:
-            MemprofError: they do.
+            MemprofError: a sample's outputs depend on another sample.
         """
         with torch.no_grad():
             bound = _SAME_OUTPUT_LOW_PRECISION if self.is_low_precision else _SAME_OUTPUT
@@ -171,17 +171,17 @@ class ForwardByHand:
             )
 
     def _runs_alone(self) -> bool:
-        """Returns whether the model takes one sample, and returns one row of each output then."""
+        """Returns whether the model accepts a single sample, and then returns one row of each output."""
         try:
             with torch.no_grad():
                 outputs = self._run(slice(0, 1))
-        except Exception:  # whatever a model raises on a batch of one
+        except Exception:  # a model may raise anything on a batch of one
             return False
         expected = [(1, *shape[1:]) for shape in self.shapes]
         return all(index < len(outputs) and outputs[index].shape == expected[index] for index in self.cotangents)
 
     def _run(self, rows: slice | list[int] | None = None) -> list[torch.Tensor]:
-        """Returns the outputs of the model on these samples, from the recorded state of all generators and buffers."""
+        """Returns the outputs of the model on these samples, with the recorded state of all generators and buffers."""
         args, kwargs = tree_map(lambda x: self._rows_of(x, rows), (self.args, self.kwargs))
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         enabled, dtype = self._autocast
@@ -201,7 +201,7 @@ class ForwardByHand:
 
 
 def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields batches in which some samples keep their inputs and the others get theirs.
+    """Yields batches in which some samples keep their inputs and the others get inputs of those.
 
     For every ordered pair of samples there is a batch in which the first is exchanged and the second is kept.
 
@@ -209,7 +209,7 @@ def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
         samples: the size of the batch.
 
     Yields:
-        The samples that are kept, and for each place of the batch the sample whose inputs it gets.
+        The samples that are kept, and for each position of the batch the index of the sample whose inputs it gets.
     """
     for half in halves(samples) if samples > 1 else ():
         kept = [i for i, is_kept in enumerate(half) if is_kept]
@@ -219,12 +219,12 @@ def exchanges(samples: int) -> Iterator[tuple[list[int], list[int]]]:
 def are_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
     if torch.equal(a, b):
         return True
-    a, b = a.nan_to_num(), b.nan_to_num()  # which the check of the sums reports
+    a, b = a.nan_to_num(), b.nan_to_num()  # the check of the sums reports NaN
     return bool(norm(a - b) <= bound * norm(a))
 
 
 def norm(x: torch.Tensor) -> float:
-    """Returns the L2 norm, found in double precision."""
+    """Returns the L2 norm, computed in double precision."""
     found = x.to(torch.complex128 if x.is_complex() else torch.float64).norm()
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
 

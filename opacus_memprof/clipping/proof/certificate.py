@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what has been proved in a run: the content of privacy_check.json, as plain data.
 
-profiles.privacy_check has the structure of the file. No per-sample norm is recorded. What depends on the values of
-samples is kept apart, under `not_private`.
+profiles.privacy_check defines the structure of the file. No per-sample norm is recorded. Data that depends on the
+values of samples is stored separately, under `not_private`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOTE = (
     "Norms of single samples are never recorded."
 )
 _EXACT_SIZES = 16
-"""Batches of up to so many samples are recorded with their size, and larger ones with powers of two around it."""
+"""Batches of up to so many samples are recorded with their exact size; larger ones with the powers of two around it."""
 _MOST_REASONS = 100
 
 
@@ -40,7 +40,7 @@ class Span:
 
     Attributes:
         first, last: their numbers; the first forward is 1.
-        share: the part of the batch that was gone through.
+        share: the fraction of the batch that was checked.
     """
 
     first: int
@@ -52,13 +52,13 @@ class Span:
 
 
 class Checks:
-    """What was checked, and when."""
+    """The kinds of checks, and the forwards or steps in which they ran."""
 
     def __init__(self) -> None:
         self._spans: dict[Proved, list[Span]] = {}
 
     def add(self, what: Proved, number: int, share: float = 1.0) -> None:
-        """Adds the check of a forward, or step, by its number."""
+        """Adds the check of a forward or a step. `number` is its number, and `share` the fraction of the batch."""
         spans = self._spans.setdefault(what, [])
         last = spans[-1] if spans else None
         if last is None or share != last.share or number not in (last.last, last.last + 1):
@@ -72,14 +72,14 @@ class Checks:
 
 @dataclass(frozen=True)
 class Description:
-    """What a situation is, for people.
+    """A description of a situation for people.
 
     Attributes:
         module: the name of the module that is called; "" for the model.
-        arguments: what it is called with, such as "Tensor[B, n] float32".
+        arguments: the kinds of its arguments, such as "Tensor[B, n] float32".
         autocast: the dtype of autocast; None without it.
-        evaluating: names of the modules that are in evaluation mode.
-        trained_parameters, trained_elements: the number of trained tensors, and of their elements.
+        evaluating: names of the modules that are in evaluation mode. trained_parameters, trained_elements: the number
+        of trained tensors, and of their elements.
         tapped_layers: the number of layers whose inputs and output gradients are used.
         repeated: the modules whose forwards are repeated: name, way, and the parameters' names in them.
     """
@@ -109,9 +109,10 @@ class Description:
         Args:
             model: the model.
             entry: the module that is called.
-            args, kwargs: what it is called with.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
             batch: the number of samples.
-            layers: of the model.
+            layers: the layers of the model.
             trained: the trained parameters.
         """
         names = {module: name for name, module in model.named_modules()}
@@ -136,11 +137,11 @@ class SituationRecord:
     """What was proved in a situation.
 
     Attributes:
-        description: of the situation.
-        forwards: the number of forwards so far, without those of empty batches.
+        description: describes the situation.
+        forwards: the number of forwards so far, except those of empty batches.
         orders: the number of orders of layer calls that are proved.
         sizes: the smallest and the largest batch; above 16 rounded to the powers of two around it.
-        checks: what was checked at which forwards.
+        checks: the checks, and the forwards in which they ran.
     """
 
     description: Description
@@ -150,7 +151,7 @@ class SituationRecord:
     checks: Checks = field(default_factory=Checks)
 
     def begin_forward(self, batch: int) -> None:
-        """Counts a forward of this number of samples. Later calls of `note` are about it."""
+        """Counts a forward with this number of samples. Later calls of `note` refer to it."""
         self.forwards += 1
         low, high = _rounded(batch)
         if self.sizes is None:
@@ -159,11 +160,11 @@ class SituationRecord:
             self.sizes = min(low, self.sizes[0]), max(high, self.sizes[1])
 
     def note(self, what: Proved, share: float = 1.0, forward: int | None = None) -> None:
-        """Notes a check that has succeeded.
+        """Records a check that has succeeded.
 
         Args:
-            what: what was checked.
-            share: the part of the batch that was gone through.
+            what: the kind of check.
+            share: the fraction of the batch that was checked.
             forward: the number of the forward; the current one by default.
         """
         self.checks.add(what, self.forwards if forward is None else forward, share)
@@ -187,14 +188,14 @@ class SituationRecord:
 
 
 class Certificate:
-    """Records what was proved of one model that make_private has returned.
+    """Records what was proved about one model that make_private has returned.
 
     Args:
         mode: the grad_sample_mode.
         model: the model.
         check: which forwards, or steps, are checked.
         nonfinite: flash_clip_nonfinite; None for other modes.
-        counts_steps: whether steps are counted; Opacus' modes with check="off" are left alone.
+        counts_steps: whether steps are counted. Opacus' modes with check="off" are not followed.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Certificate:
         self.mode, self.check, self.nonfinite, self.counts_steps = mode, check, nonfinite, counts_steps
         self.model = type(model).__name__
         self.device = _device_name(model)
-        is_rank = dist.is_available() and dist.is_initialized()  # it may have left its group when the file is written
+        is_rank = dist.is_available() and dist.is_initialized()  # it may have left its group later
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if is_rank else (0, 1)
         self.situations: list[SituationRecord] = []
         self.checks = Checks()
@@ -221,8 +222,8 @@ class Certificate:
 
         Args:
             clipping: "flat", "per_layer", "adaptive" or "automatic".
-            bounds: those of the parameters, for "per_layer".
-            bound: of a sample's gradient.
+            bounds: the bounds of the parameters, for "per_layer".
+            bound: the bound of a sample's gradient.
             noise_multiplier: the standard deviation of the noise, in units of `bound`.
             loss_reduction: "mean" or "sum".
         """
@@ -230,7 +231,7 @@ class Certificate:
         self._bound, self._noise = (float(bound),) * 2, (float(noise_multiplier),) * 2
 
     def situation(self, description: Description) -> SituationRecord:
-        """Returns the record of a situation that has been proved. One that is proved anew goes on with its record."""
+        """Returns the record of a proved situation. A situation that is proved again keeps its record."""
         for known in self.situations:
             if known.description == description:
                 return known
@@ -240,12 +241,12 @@ class Certificate:
     def count_step(
         self, bound: float, noise_multiplier: float, largest_sum: float | None = None, dropped: int = 0
     ) -> None:
-        """Counts a step that is taken.
+        """Counts a completed step.
 
         Args:
-            bound: the bound that its noise is in proportion to.
-            noise_multiplier: of its noise.
-            largest_sum: the norm of its clipped sum, relative to what its samples may add up to.
+            bound: the bound to which the step's noise is proportional.
+            noise_multiplier: the noise multiplier of the step.
+            largest_sum: the norm of its clipped sum, relative to the limit for its samples.
             dropped: the number of samples that were dropped in all steps.
         """
         self.steps += 1
@@ -297,10 +298,10 @@ class Certificate:
 
 
 class EngineRecord:
-    """Records what was proved of the models that one engine has made private. It holds neither them nor their data.
+    """Records what was proved about the models that one engine made private. Holds neither the models nor their data.
 
     Attributes:
-        models: in the order of make_private.
+        models: the certificates, in the order of make_private.
         earlier: the contents of privacy_check.json that earlier processes of the same training have written.
     """
 
@@ -309,7 +310,7 @@ class EngineRecord:
         self.earlier: list[dict[str, Any]] = []
 
     def to_data(self) -> dict[str, Any]:
-        """Returns the content of privacy_check.json. There must be a model."""
+        """Returns the content of privacy_check.json. At least one model must have been recorded."""
         return {
             "format": FORMAT,
             "versions": {
@@ -336,7 +337,7 @@ def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
 
 
 def _prefix(path: tuple[Any, ...]) -> str:
-    """Returns the name of an argument that is given by name, with "=". Arguments by position have none."""
+    """Returns the name of a keyword argument, with "="; an empty string for a positional argument."""
     is_named = getattr(path[0], "idx", 0) == 1
     return f"{getattr(path[1], 'key', path[1])}=" if is_named and len(path) > 1 else ""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the outputs explain a step: the gradients that backward has brought to the layers must be those that
-autograd finds from the model's outputs alone.
+"""Checks that the outputs of the model explain a step.
 
-A term of the loss that reaches the model beside its outputs (through an attribute, a list, a hook) is not among these,
-and neither is what a layer got from other random numbers than those of the forward.
+The gradients that backward has brought to the layers must equal autograd's gradients of the model's outputs alone. The
+latter lack the gradients of a term of the loss that bypasses the outputs (through an attribute, a list, a hook), and
+those of a layer that used other random numbers than the forward.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sli
 from opacus_memprof.errors import MemprofError
 
 _PARTS = 8
-"""A batch is gone through again in so many parts, where that is possible: little beside what backward has kept."""
+"""The batch is repeated in so many parts, if possible, so that this needs little memory in addition to backward's."""
 
 
 @dataclass
 class RecordedForward:
-    """A forward whose step is going to be explained.
+    """A forward whose step will be explained.
 
     Attributes:
-        module: the module that was called.
-        args, kwargs: copies of what it was called with.
+        module: the module that was called. args, kwargs: copies of its arguments.
         batch: the number of samples.
-        random: what the random number generators began with.
-        state: the state that the module began with.
+        random: the initial state of the random number generators.
+        state: the initial state of the module.
         autocast: device type, dtype and whether autocast was enabled.
-        wheres: where the output's tensors have the samples; None for what all samples share.
-        gradients: of the output's tensors, by their places.
+        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
         proof: the record of its situation, and the number of the forward in it.
     """
@@ -67,14 +66,14 @@ class RecordedForward:
     def begin(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, random: RandomState
     ) -> RecordedForward:
-        """Records what a forward begins with."""
+        """Records the initial state of a forward."""
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
 
     def release(self) -> None:
-        """Drops everything: hooks of outputs that the program keeps still refer to this object."""
+        """Drops all data. Hooks of outputs that the program keeps still refer to this object."""
         self.__dict__.clear()
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
@@ -89,9 +88,9 @@ class RecordedForward:
 
         Args:
             parameters: the parameters.
-            weights: what each sample's gradient is multiplied by, [B].
+            weights: the factors of the samples' gradients, [B].
         """
-        # Samples do not mix, so that parts of the batch do, unless they would draw other random numbers.
+        # Samples are independent, so the batch can be split, unless its parts would draw other random numbers.
         is_one = self.draws or any(self.wheres[i] is None for i in self.gradients)
         size = self.batch if is_one else -(-self.batch // _PARTS)
         total: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
@@ -153,19 +152,19 @@ def check_explained(
     names: Mapping[nn.Parameter, str],
     workspace: Workspace,
 ) -> None:
-    """Compares what a backward pass has kept with what the outputs of its forwards explain.
+    """Compares the tensors that a backward pass has kept with gradients of its forwards' outputs.
 
     Args:
         each: the pass.
         recorded: its forwards.
-        names: of the trained parameters.
-        workspace: ceiling on temporaries.
+        names: the names of the trained parameters.
+        workspace: limit on temporaries.
 
     Raises:
         MemprofError: they differ.
     """
     if each.factors is not None and any(f.wheres[place] is None for f in recorded for place in f.gradients):
-        return  # sums that are clipped already, of a loss that all samples share, whose samples cannot be told apart
+        return  # already clipped sums of a loss that all samples share: samples cannot be distinguished
     parameters = list(names)
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 
@@ -192,8 +191,9 @@ def check_explained(
 
 
 def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yields the sums of what a pass has kept, with all factors 1, or those that it has already clipped. Nothing is
-    released.
+    """Yields the sums of the tensors that a pass has kept, with all factors 1, or its already clipped sums.
+
+    Releases nothing.
     """
     yield from each.sums.items()
     if each.clipped:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proofs under FSDP2, which all ranks run together: a forward gathers parameters from all of them."""
+"""Proofs under FSDP2, which all ranks run together because each forward gathers parameters from all ranks."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -16,20 +16,19 @@ from opacus_memprof.clipping.agreement import Agreement, computing_device
 from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.errors import MemprofError
 
-_LEAST = 4  # samples of a batch whose situation is checked again, and at most this part of it
+_LEAST = 4  # a repeated check uses at least so many samples, and one part in _SHARE of the batch
 _SHARE = 16
 
 
 @dataclass
 class JointProof:
-    """A proof that all ranks run together, in the same forwards.
+    """A proof that all ranks run together, with the same forwards.
 
     Attributes:
         is_new: whether a situation is proved for the first time, rather than checked again.
-        is_own: whether it is the situation of this rank's batch.
-        args, kwargs: the arguments, of one rank's samples.
+        is_own: whether it is the situation of this rank's batch. args, kwargs: the arguments, with one rank's samples.
         batch: the number of samples.
-        random: what the random number generators begin with.
+        random: the initial state of the random number generators.
     """
 
     is_new: bool
@@ -54,7 +53,7 @@ class JointProofs:
         self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
 
     def reshard(self) -> None:
-        """Reshards modules that a forward without a backward has left whole."""
+        """Reshards modules that a forward without a backward has left gathered."""
         for module in self._modules:
             if any(not isinstance(p, DTensor) for p in module.parameters()):
                 module.reshard()
@@ -69,27 +68,28 @@ class JointProofs:
         random: RandomState | None,
         error: MemprofError | None,
     ) -> JointProof | None:
-        """Returns what is proved next. All ranks call it before each forward, until it returns None.
+        """Returns the next proof. All ranks call it before each forward, until it returns None.
 
         Args:
-            args, kwargs: of the model.
+            args: the model's positional arguments.
+            kwargs: its keyword arguments.
             batch: the number of samples of this rank.
-            situation: a description of this rank's, without what differs between processes.
-            need: 2 if this rank's situation is new, 1 if it is to be checked again, and 0 if neither.
-            random: what the random number generators of this rank begin with.
-            error: what this rank has raised already.
+            situation: a description of this rank's situation, without details that differ between processes.
+            need: 2 if this rank's situation is new, 1 if it must be checked again, otherwise 0.
+            random: the initial state of this rank's random number generators.
+            error: an error that this rank has raised, or None.
 
         Raises:
-            MemprofError: `error`, or another rank's; or ranks call the model with arguments of different kinds.
+            MemprofError: `error`, or another rank's error; or ranks call the model with arguments of different kinds.
         """
         world, rank = self.agreement.world_size, self.agreement.rank
         leaves, structure = tree_flatten((args, kwargs))
         kind = zlib.crc32(repr((str(structure), [_kind(leaf) for leaf in leaves])).encode())
-        # The most urgent first, of these the largest batch, of these the first rank.
+        # Priority: most urgent, then largest batch, then lowest rank.
         place = (need << 48) + (batch << 16) + world - rank
         kinds, (_, first) = self.agreement.settle(error, [kind, place])
         if kinds[0] != kinds[1]:
-            raise MemprofError("the ranks call the model with different kinds of arguments; FSDP2 needs the same.")
+            raise MemprofError("the ranks call the model with different kinds of arguments; FSDP2 needs equal kinds.")
         if not first >> 48:
             return None
         source = world - first % (1 << 16)
@@ -98,7 +98,7 @@ class JointProofs:
             count = batch if need == 2 else min(batch, max(_LEAST, -(-batch // _SHARE)))
             sent = [[_some(leaf, batch, count) for leaf in leaves], count, random, repr(situation)]
         dist.broadcast_object_list(sent, source)
-        if sent[0] is None:  # ranks that are simulated, one without the others
+        if sent[0] is None:  # a simulated rank runs without the others
             return None
         moved = [
             new.to(own.device) if isinstance(new, torch.Tensor) else new

@@ -25,8 +25,10 @@ _MOST_SEARCHES = 32
 _MOST_ENTRIES = 256
 _KNOWN = {"builtins", "collections", "functools", "logging", "numpy", "opacus", "opacus_memprof", "torch", "typing"}
 _MOST_VALUES = 8
-"""A plain number among the arguments that has had more values than this, such as a step's, does not count as part of
-a situation."""
+"""The largest number of values of a plain number, such as a step count, that is part of a situation.
+
+Numbers among the arguments that have had more values are ignored.
+"""
 
 
 class ModelState:
@@ -47,14 +49,15 @@ class ModelState:
         self._attributes = Attributes(self._dicts, map(type, self._modules))
 
     def structure(self) -> tuple[Any, ...]:
-        """Returns the submodules, and the parameters with whether they are trained. The layers depend on it."""
+        """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
         parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
         children = map(id, chain.from_iterable(map(dict.values, self._children)))
         return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def modes(self) -> tuple[Any, ...]:
-        """Returns the training flags, the classes, the hooks of users, the forwards that are replaced on instances, and
-        the attributes that are plain values.
+        """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.
+
+        Also returns the attributes that are plain values.
         """
         replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
@@ -75,13 +78,14 @@ class ModelState:
 
 
 class Attributes:
-    """The plain values (numbers, strings, flags) that a model may read: attributes of its modules, what configurations,
-    dictionaries and lists among these have, attributes of its classes, and global variables and variables of closures
-    that its methods name.
+    """The plain values (numbers, strings, flags) that a model may read.
+
+    These are attributes of its modules, values in configurations, dictionaries and lists among these attributes,
+    attributes of its classes, and global and closure variables that its methods name.
 
     Args:
         dicts: the dictionaries of the modules' attributes.
-        classes: of the modules.
+        classes: the classes of the modules.
     """
 
     def __init__(self, dicts: list[dict[str, Any]], classes: Iterable[type]) -> None:
@@ -98,12 +102,12 @@ class Attributes:
         self._now: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
-        """Returns the values. One that has had more than a few, such as a count of steps, is left out."""
+        """Returns the values. Omits values that have changed more than a few times, such as a count of steps."""
         if self._searches < _MOST_SEARCHES and self._shape_now() != self._shape:
             self._find()
         try:
             values = self._read()
-        except (KeyError, ValueError):  # as many values as before, but others
+        except (KeyError, ValueError):  # the same number of values, but other names
             self._find()
             values = self._read()
         if values != self._values:
@@ -119,15 +123,17 @@ class Attributes:
         return values
 
     def _shape_now(self) -> list[int]:
-        """The numbers of values, and the identities of what holds them."""
+        """Returns the numbers of values, and the identities of their holders."""
         others = self._others
         sizes = [*map(len, self._own), *map(len, others.mappings), *map(len, others.lists)]
         sizes += [id(d.get(k)) for d, k in others.places]
         return sizes
 
     def _find(self) -> None:
-        """Finds the values. What holds other objects, or more of them, in every step is left out. A model whose modules
-        get other attributes in every step is searched a few times only, since that takes milliseconds.
+        """Finds the values.
+
+        Omits holders whose objects or sizes change in every step. If modules get other attributes in every step, the
+        model is searched only a few times, because a search takes milliseconds.
         """
         self._searches += 1
         self._search()
@@ -164,24 +170,24 @@ class Attributes:
 
 
 def _reader(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads the values of these names from a mapping."""
+    """Returns a function that reads the values of these names from a mapping."""
     read = itemgetter(*names)
     return read if len(names) > 1 else lambda mapping: (read(mapping),)
 
 
 class Holders:
-    """Where a model may read plain values from, besides the attributes of its modules.
+    """Objects from which a model may read plain values, besides the attributes of its modules.
 
     Attributes:
-        places: where the objects below are held: another object there has other values.
-        mappings: attributes of configurations and the like, dictionaries, and attributes of classes.
-        lists: of plain values.
-        variables: global variables, as the module's dictionary and a name.
-        cells: variables of closures that are plain values.
-        held, sizes: the identities of what the places hold, and the lengths of mappings and lists.
+        places: references to the objects below; another object in a place has other values.
+        mappings: attributes of configurations and similar objects, dictionaries, and attributes of classes.
+        lists: lists of plain values.
+        variables: global variables, each as the module's dictionary and a name.
+        cells: closure variables that are plain values. held, sizes: the identities of the objects in the places, and
+        the lengths of mappings and lists.
 
     Args:
-        ignored: identities of mappings and lists, and places, that are left out.
+        ignored: identities of mappings and lists, and places, that are ignored.
     """
 
     def __init__(self, ignored: set[Any]) -> None:
@@ -196,13 +202,13 @@ class Holders:
         self._seen: set[int] = set()
 
     def add_values(self, d: Mapping[Any, Any], depth: int) -> None:
-        """Adds what the values of a mapping hold."""
+        """Adds the holders among the values of a mapping."""
         for key, value in list(d.items()):
             if key not in INTERNAL and (id(d), key) not in self._ignored and self._add(value, depth):
                 self.places.append((d, key))
 
     def add_class(self, kind: type) -> None:
-        """Adds the attributes of a class and what its methods name."""
+        """Adds the attributes of a class, and the names that its methods use."""
         for base in kind.__mro__:
             if base is nn.Module or _is_known(base) or id(base) in self._seen:
                 continue
@@ -213,7 +219,7 @@ class Holders:
                 self._add_function(getattr(value, "fget", None), _DEPTH)
 
     def _add(self, value: Any, depth: int) -> bool:
-        """Adds what a value holds. Returns whether it holds anything."""
+        """Adds the holders in a value. Returns whether it has any."""
         if depth == 0 or value is None or type(value) in (bool, int, float, str):
             return False
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
@@ -260,13 +266,13 @@ class Holders:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that a function's code has, with those of the functions in it."""
+    """Returns the names that a function's code uses, including functions inside it."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return {*code.co_names, *chain.from_iterable(map(_names, inner))}
 
 
 def _is_known(each: Any) -> bool:
-    """Whether a class or function belongs to Python, torch or this package, whose own state is no model's."""
+    """Returns whether a class or function belongs to Python, torch or this package, whose state is not a model's."""
     return (getattr(each, "__module__", None) or "").partition(".")[0] in _KNOWN
 
 
@@ -275,14 +281,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_own(hook: Any) -> bool:
-    """Returns whether a hook belongs to this package: those of the profiler come and go."""
+    """Returns whether a hook belongs to this package. The profiler adds and removes its hooks at any time."""
     function = getattr(hook, "__func__", hook)
     kind = getattr(function, "__module__", None) or type(hook).__module__
     return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
 
 
 class Arguments:
-    """Tells kinds of arguments apart: their structure, dtypes, numbers of dimensions, and plain values."""
+    """Distinguishes kinds of arguments by their structure, dtypes, numbers of dimensions, and plain values."""
 
     def __init__(self) -> None:
         self._values: dict[Any, set[Any]] = {}
@@ -291,7 +297,8 @@ class Arguments:
         """Returns a key that is equal for arguments of the same kind.
 
         Args:
-            args, kwargs: of a forward.
+            args: positional arguments of a forward.
+            kwargs: its keyword arguments.
             batch: the number of samples.
         """
         leaves, structure = tree_flatten((args, kwargs))
@@ -316,8 +323,9 @@ class Arguments:
 
 
 def size_class(batch: int) -> int:
-    """Returns a number that batches of nearly the same size share: small ones have one each, others one for each power
-    of 2.
+    """Returns a number that batches of nearly the same size share.
+
+    Each small size has its own number; larger sizes have one for each power of 2.
     """
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the noise of an optimizer: without gradients, a step has the standard deviation that was asked for."""
+"""Checks the noise of an optimizer: a step without gradients must have the requested standard deviation."""
 
 import math
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-_FEWEST_DRAWS = 512  # of a parameter, unless the model is so large that they would take long
-_MOST_DRAWS = 50_000_000  # of all parameters together
-_MOST_SIGMAS = 6.0  # 2 in 10^9 draws are further out
+_FEWEST_DRAWS = 512  # for each parameter, unless the model is so large that this would take long
+_MOST_DRAWS = 50_000_000  # for all parameters together
+_MOST_SIGMAS = 6.0  # 2 in 10^9 draws are outside of this range
 
 
 def measure_noise(optimizer: Any, names: Mapping[nn.Parameter, str], std: float) -> tuple[dict[str, float], str | None]:
-    """Draws an optimizer's noise several times, onto sums that are zero.
+    """Draws an optimizer's noise several times, added to sums that are zero.
 
     Args:
         optimizer: a DPOptimizer with loss_reduction="sum", whose `p.summed_grad` may be replaced.
-        names: the parameters that must be noised.
-        std: the standard deviation that was asked for.
+        names: the parameters that must get noise.
+        std: the requested standard deviation.
 
     Returns:
-        Each parameter's standard deviation divided by `std`, and what is wrong in a sentence, or None.
+        Each parameter's standard deviation divided by `std`, and a description of a defect, or None.
     """
     elements = sum(parameter.numel() for parameter in names)
     smallest = min(parameter.numel() for parameter in names)
@@ -60,8 +60,10 @@ def _wrong_size(draws: Mapping[str, list[torch.Tensor]], std: float) -> str | No
 
 
 def _dependent(draws: Mapping[str, list[torch.Tensor]]) -> str | None:
-    """Compares each parameter's noise with that of the step before, of the parameter before, and of the first of its
-    size: generators that are seeded alike draw the same numbers.
+    """Returns which parameters' noise is correlated with earlier noise, or None.
+
+    Compares each parameter's noise with that of the previous step, of the previous parameter, and of the first
+    parameter of the same size. Generators with equal seeds draw equal numbers.
     """
     first_of_size: dict[int, str] = {}
     previous: str | None = None
@@ -80,5 +82,5 @@ def _is_correlated(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     pairs = list(zip(a, b, strict=False))  # one parameter may have fewer draws
     x, y = (torch.cat([pair[side][:size] for pair in pairs]) for side in (0, 1))
     sizes = float(x.norm() * y.norm())
-    # Fewer draws have longer tails than the normal's.
+    # With fewer draws the tails are longer than the normal distribution's.
     return sizes > 0 and len(x) >= _FEWEST_DRAWS / 2 and abs(float(x @ y)) / sizes * math.sqrt(len(x)) > _MOST_SIGMAS

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe keeps of a forward. Tensors are kept as sums over blocks of neighbours: a first step, which the probe
-precedes, would otherwise need more memory than those that follow it.
+"""The data that a probe keeps of a forward.
+
+Tensors are kept as sums over blocks of adjacent elements. Otherwise the first step, which the probe precedes, would
+need more memory than later steps.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layers import Layer
 
 _BLOCK = 32  # elements
-# The first signs of the Thue-Morse sequence: sums with them change when neighbours change places, or grow by the same.
+# The first signs of the Thue-Morse sequence: sums with them change when adjacent elements are swapped, or grow equally.
 _SIGNS = [1 - 2 * (n.bit_count() % 2) for n in range(_BLOCK)]
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A tensor's shape, and enough of its values to see whether another one differs from it in some of its rows.
+    """A tensor's shape, and enough of its values to detect rows in which another tensor differs.
 
     Attributes:
         meta: a tensor of the same shape and dtype without data.
-        sums: signed sums of blocks of neighbours in the last dimensions: [d0, d1, blocks] of [d0, d1, ...], and
-            [d0, blocks] of [d0, d1]. Smaller tensors are kept. Empty if only the shape is of interest.
+        sums: signed sums of blocks of adjacent elements in the last dimensions: [d0, d1, blocks] for [d0, d1, ...], and
+            [d0, blocks] for [d0, d1]. Smaller tensors are kept as they are. Empty if only the shape is needed.
     """
 
     meta: torch.Tensor
@@ -44,12 +46,12 @@ class Observation:
     """One call of a layer in a probe.
 
     Attributes:
-        inputs: the leaves of the arguments; of tensors, their summaries.
-        outputs: the leaves of the output; of tensors, their summaries.
-        structure: of the arguments; None if the layer is not a GenericLayer.
-        random: what the random number generators began with, of a GenericLayer.
+        inputs: the leaves of the arguments, with summaries instead of tensors.
+        outputs: the leaves of the output, with summaries instead of tensors.
+        structure: the structure of the arguments; None if the layer is not a GenericLayer.
+        random: the initial state of the random number generators, for a GenericLayer.
         draws: whether a GenericLayer has drawn random numbers.
-        state: what the module began with, of a GenericLayer whose forward changes its state.
+        state: the initial state of the module, for a GenericLayer whose forward changes it.
         values: the leaves of arguments and output themselves, if the call will be repeated.
     """
 
@@ -69,7 +71,7 @@ def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
 
 
 def used_parameters(leaves: list[Any]) -> set[int]:
-    """Returns the ids of the parameters that the graphs of the tensors among `leaves` lead to."""
+    """Returns the ids of the parameters in the autograd graphs of the tensors among `leaves`."""
     found: set[int] = set()
     seen: set[Any] = set()
     nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
@@ -109,8 +111,9 @@ def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_without_large(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns, for masks with infinities or the lowest number of their type, the sums of the other numbers and the
-    count of those.
+    """Returns sums that ignore extreme numbers, and the counts of these numbers.
+
+    Extreme are infinities and the lowest number of the dtype, as in masks.
     """
     is_large = ~(blocks.abs() < 1e4)
     return _signed_sums(blocks.masked_fill(is_large, 0)), is_large.sum(-1).to(blocks.dtype)

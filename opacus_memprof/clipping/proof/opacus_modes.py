@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the steps of Opacus' own modes: the clipped sum that a mode found is compared with clipping by hand, before
-noise is drawn and anything is changed.
+"""Checks the steps of Opacus' own modes.
+
+The clipped sum of a mode is compared with clipping by hand before noise is drawn and anything is changed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ _TOLERANCE = 1e-3
 _TOLERANCE_LOW_PRECISION = 5e-2
 _TOLERANCE_TF32 = 1e-2
 _FLOOR = 1e-2
-"""A parameter's error counts relative to its own sum, or to this part of the sum of all parameters: a gradient that is
-zero but for rounding, such as that of a key's bias in attention, has no digits to compare."""
+"""A parameter's error is relative to its own sum, or to this fraction of the sum of all parameters if that is larger.
+
+A gradient that is zero except for rounding, such as the bias of an attention key, has no digits to compare.
+"""
 
 
 def refuse_check(given: Mapping[str, Any], check: Check) -> None:
-    """Raises MemprofError if the arguments of make_private are such that steps cannot be checked."""
+    """Raises MemprofError if steps cannot be checked with these arguments of make_private."""
     if not given.get("batch_first", True):
         raise MemprofError(
             f"check={check!r} needs batch_first=True: transpose the inputs so that the batch comes first, or pass "
@@ -46,10 +49,10 @@ def check_steps(
     """Makes the optimizer that make_private returned check its steps.
 
     Args:
-        prepared: what Opacus' make_private returned.
-        given: its arguments.
-        check: which steps.
-        certificate: records what is checked.
+        prepared: the return value of Opacus' make_private.
+        given: the arguments of Opacus' make_private.
+        check: which steps are checked.
+        certificate: records the checks.
     """
     module = given["module"]
     if isinstance(module, AbstractGradSampleModule):
@@ -66,17 +69,17 @@ def check_steps(
 
 
 class StepCheck:
-    """Compares the clipped sums of an optimizer's steps with those by hand.
+    """Compares the clipped sums of an optimizer's steps with clipping by hand.
 
     Args:
         mode: the grad_sample_mode, for messages.
         model: the plain model.
         private: the GradSampleModule, or the hooks.
         optimizer: the DPOptimizer.
-        check: which steps.
-        certificate: records what is checked.
-        spans_ranks: whether ranks take steps together. What one of them finds is then raised on all, in the last part
-            of a step: ranks may split their batches into different numbers of parts before.
+        check: which steps are checked.
+        certificate: records the checks.
+        spans_ranks: whether ranks take steps together. An error of one rank is then raised on all ranks, in the last
+            part of a step, because ranks may split their batches into different numbers of parts.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class StepCheck:
         while self._handles:
             self._handles.pop().remove()
 
-    # --- what the program calls ---
+    # --- methods that the program calls ---
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted() and module.training and torch.is_grad_enabled():
             self._forwards.append(ForwardByHand(module, args, kwargs))
@@ -124,7 +127,7 @@ class StepCheck:
             self._forwards[-1].watch(output, self._is_counted)
 
     def _is_counted(self) -> bool:
-        """Returns whether what runs belongs to a checked step. Ghost's second backward, without hooks, does not."""
+        """Returns whether the running pass belongs to a checked step. Ghost's second, hookless backward does not."""
         enabled = getattr(self._private, "hooks_enabled", True)
         return enabled and not self._is_running and is_checked(self.check, self._step)
 
@@ -162,7 +165,7 @@ class StepCheck:
             self.certificate.count_step(self._optimizer.max_grad_norm, self._optimizer.noise_multiplier)
 
     def _drop_step(self) -> None:
-        """Drops the gradients of a refused step. Parameters, accountant and generators are as before it."""
+        """Drops the gradients of a refused step. Parameters, accountant and generators do not change."""
         self._expected = None
         self._optimizer._is_last_step_skipped = False
         self._optimizer.zero_grad()
@@ -193,8 +196,12 @@ class StepCheck:
         self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
 
     def _add_of_all_ranks(self, forwards: list[ForwardByHand], parameters: list[nn.Parameter]) -> None:
-        """Adds the clipped gradients of all ranks' samples. The ranks run the model together: what one of them finds
-        ends it for all, so that none waits.
+        """Adds the clipped gradients of all ranks' samples.
+
+        The ranks run the model together. An error of one rank ends the check on all ranks, so that none waits.
+
+        Raises:
+            MemprofError: the check failed on a rank, or ranks ran different numbers of backward passes.
         """
         agreement = self._agreement
         assert agreement is not None
@@ -202,14 +209,14 @@ class StepCheck:
         if fewest < most:
             raise MemprofError(
                 f"check={self.check!r}: a rank has run {fewest} backward passes in this part of a step, and another "
-                f"one {most}; these must be as many on every rank, or pass check='off'."
+                f"one {most}; these numbers must be equal; otherwise pass check='off'."
             )
         for forward in forwards:
             ((_, samples),) = agreement.settle(_error_of(forward.refuse_without_samples), [forward.samples])
             agreement.settle(_error_of(lambda f=forward, n=samples: f.refuse_mixing(n)))  # type: ignore[misc]
             ranks, scale = agreement.world_size, self._scale(forward)
             shards = forward.shards_of_gradients(parameters, ranks, agreement.rank, samples, scale)
-            self._add_clipped(shards, 1.0, 1 / ranks)  # FSDP2 takes the mean over the ranks
+            self._add_clipped(shards, 1.0, 1 / ranks)  # FSDP2 averages over the ranks
 
     def _refuse_bounds(self) -> None:
         bounds = getattr(self._optimizer, "max_grad_norms", None)
@@ -217,12 +224,12 @@ class StepCheck:
         if bounds is not None and not math.isclose(math.hypot(*map(float, bounds)), bound, rel_tol=1e-4):
             raise MemprofError(
                 f"the noise is in proportion to max_grad_norm={bound:g}, but clipping='per_layer' clips to bounds that "
-                f"come to {math.hypot(*map(float, bounds)):g}: a scheduler moved one without the other, so leave the "
+                f"come to {math.hypot(*map(float, bounds)):g}: a scheduler changed one without the other, so keep the "
                 "bounds constant or use clipping='flat'."
             )
 
     def _scale(self, forward: ForwardByHand) -> float:
-        """What the gradients of a mean loss are multiplied by to be those of each sample's loss."""
+        """Returns the factor that turns gradients of a mean loss into gradients of each sample's loss."""
         return forward.samples if self._optimizer.loss_reduction == "mean" else 1
 
     def _add_clipped(self, samples: Iterable[Gradients], scale: float, weight: float = 1.0) -> None:
@@ -283,7 +290,7 @@ def _factor(bound: float, norm: float) -> float:
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
-    """Returns the type in which sums by hand are formed."""
+    """Returns the dtype in which sums are computed by hand."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 

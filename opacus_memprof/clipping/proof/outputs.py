@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differentiable outputs of a model, wherever they are, and the gradients that a proof starts from."""
+"""Finds the differentiable outputs of a model, and draws the output gradients that a proof starts from."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _DEPTH = 4
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors of an output, in a fixed order: leaves of pytrees, and attributes of other objects."""
+    """Returns the tensors of an output in a fixed order: leaves of pytrees, and attributes of other objects."""
     return list(_tensors(output, _DEPTH, set()))
 
 
@@ -48,14 +48,14 @@ def cotangents(
     weights: torch.Tensor,
     with_shared: bool,
 ) -> list[torch.Tensor]:
-    """Returns random gradients of outputs, the same for the same shapes.
+    """Returns random gradients of outputs. Equal shapes get equal gradients.
 
     Args:
         outputs: differentiable outputs.
-        wheres: where these have the samples; None for what all samples share, such as a loss.
-        drawn: the number of samples for which numbers are drawn: the first of them get the same in a smaller batch.
-        weights: what the gradients of the samples are multiplied by, [B].
-        with_shared: whether outputs that all samples share have a gradient other than zero.
+        wheres: the position of samples in each output; None for outputs that all samples share, such as a loss.
+        drawn: the number of samples for which numbers are drawn. A smaller batch uses the first of them.
+        weights: the factors of the samples' gradients, [B].
+        with_shared: whether outputs that all samples share get a gradient other than zero.
     """
     found = []
     for i, (output, where) in enumerate(zip(outputs, wheres, strict=True)):
@@ -70,7 +70,7 @@ def cotangents(
             shape = drawn, *where.by_sample(output.detach(), batch).shape[1:]
             rows = torch.randn(shape, generator=generator, dtype=output.dtype, device=output.device)[:batch]
             scale = weights.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
-            g = as_output(rows.mul_(scale.to(rows.dtype)), where, output)  # by 1 they keep their bits
+            g = as_output(rows.mul_(scale.to(rows.dtype)), where, output)  # a factor of 1 keeps all bits
         found.append(g)
     return found
 
@@ -83,7 +83,7 @@ def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> t
 
 
 def is_compiled(outputs: Iterable[torch.Tensor]) -> bool:
-    """Returns whether a function that torch.compile has made is in the graph of the outputs."""
+    """Returns whether the autograd graph of the outputs contains a function made by torch.compile."""
     waiting, seen = [x.grad_fn for x in outputs], set()
     while waiting:
         node = waiting.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other values for some samples of a batch: other sizes, other ids, other lengths."""
+"""Replaces the values of some samples of a batch: other magnitudes, other ids, other lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +10,21 @@ VARIANTS = 4
 LARGE, SMALL = 3, 4
 """The variants with large and with small numbers."""
 GENTLE = (-1, -2)
-"""The variants in which samples only take the values of others: of any, and of neighbours, which leaves what is sorted
-sorted."""
+"""The variants in which samples only get values of other samples: of any sample, and of adjacent ones.
+
+The latter keeps sorted samples sorted.
+"""
 
 
 def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: int, seed: int) -> list[Any]:
     """Returns the leaves of a model's arguments, with other values for the samples that are not kept.
 
     Args:
-        leaves: of the arguments; tensors whose first dimension is `batch` have samples.
+        leaves: the leaves of the arguments; tensors whose first dimension is `batch` have samples.
         batch: the number of samples.
         kept: which samples keep their values, [B], bool, on the CPU.
         variant: from 0 to `VARIANTS - 1`, `SMALL`, or one of `GENTLE`.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     shift = 1 + seed % max(1, batch - 1)
@@ -52,7 +54,7 @@ def _other(x: torch.Tensor, kept: torch.Tensor, variant: int, shift: int, genera
 
 
 def _nearest(kept: torch.Tensor) -> torch.Tensor:
-    """For each sample the nearest one that is kept."""
+    """Returns for each sample the index of the nearest kept sample."""
     places = torch.arange(len(kept))
     distances = (places.unsqueeze(1) - places).abs().masked_fill(~kept, 2 * len(kept))
     return distances.argmin(1)
@@ -79,14 +81,14 @@ def _other_numbers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generato
 
 
 def _other_integers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generator: torch.Generator) -> torch.Tensor:
-    """Values between the smallest and the largest of the batch, so that indices stay valid."""
+    """Returns integers between the smallest and the largest of the batch, so that indices stay valid."""
     low, high = int(x.min()), int(x.max())
     if x.dim() > 1 and low >= 0 and (variant == 2 or (low == high == 1) or (variant == 1 and high <= 1)):
         values = rolled if variant % 2 else rolled.flip(-1)
         return values * _prefixes(x, generator)
     if low == high == 0 or (x.dim() == 1 and low == high == 1):
         return rolled
-    if low < 0 and variant == LARGE:  # labels that are ignored
+    if low < 0 and variant == LARGE:  # labels that the loss ignores
         return torch.full_like(x, low)
     if low < 0 or variant == 0:
         flat = x.flatten()
@@ -99,7 +101,7 @@ def _other_integers(x: torch.Tensor, rolled: torch.Tensor, variant: int, generat
 
 
 def _prefixes(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Ones at the beginning of the last dimension, as many as are drawn, then zeros."""
+    """Returns rows of ones followed by zeros; the number of ones is random."""
     lengths = torch.randint(1, x.shape[-1] + 1, x.shape[:-1], generator=generator)
     ones = torch.arange(x.shape[-1]) < lengths.unsqueeze(-1)
     return ones.to(x.device, x.dtype)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out where layers have the samples of a batch, by running the model on a few samples.
+"""Finds the position of a batch's samples in the tensors of layers, by running the model on a few samples.
 
-Four forwards: of three samples X; of Y, which is X but for its second sample; and of four and two other samples. A
-dimension that grows with their number has the samples, and what differs between X and Y in the rows of other samples
-shows that samples mix. Tensors that do not grow are shared by all samples, such as positions. Layers whose tensors fit
-in no arrangement are repeated as a part of the module around them. Shapes alone would not do: a row of positions can be
-as long as the batch.
+Four forwards run: on three samples X; on Y, which equals X except for its second sample; and on four and two other
+samples. A dimension that grows with the number of samples is the batch. A difference between X and Y in the rows of
+other samples shows that samples mix. Tensors that do not grow are shared by all samples, such as positions. Layers
+whose tensors fit no arrangement are repeated as a part of the enclosing module. Shapes alone would not be enough:
+positions can be as long as the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class CannotRunError(Exception):
 
 
 class _UnsuitableError(Exception):
-    """A tensor has no dimension of samples."""
+    """A tensor has no batch dimension."""
 
 
 class Probe(SampleForwards):
@@ -44,14 +44,13 @@ class Probe(SampleForwards):
 
     Args:
         model: the module that was called: the model, or a part of it.
-        registry: the layers; changed where a layer has to be repeated with what is around it.
-        hooks: of the layers.
-        args, kwargs: what the model was called with.
-        run_model: runs the model's forward between the hooks of the model itself, and none else of it.
+        registry: the layers; changed where a layer must be repeated with its enclosing module.
+        hooks: the hooks of the layers. args, kwargs: the arguments of the model.
+        run_model: runs the model's forward without the model's own hooks.
         attach: called after `registry` has changed.
 
     Attributes:
-        wheres: where the tensors of the output have the samples; None for what all samples share.
+        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class Probe(SampleForwards):
                     self._repeat_more(layer)
             layouts = {layer: w for layer, w in layouts.items() if layer not in unsuitable}
             self.attach()
-        raise MemprofError("flash_clip found no way to tell the samples of this model apart.")
+        raise MemprofError("flash_clip found no batch dimension in the tensors of this model.")
 
     def _first_outputs(self) -> list[Any]:
-        """Returns the outputs of the first samples, once the model has run on all samples that are tried."""
-        # A model may want its samples in order, such as sorted by length.
+        """Returns the outputs of the first samples after the model has run on all samples of the probe."""
+        # A model may need its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
         for self.samples in (SAMPLES, in_order):
             try:
@@ -109,11 +108,12 @@ class Probe(SampleForwards):
 
         Args:
             layer: the layer.
-            moves: whether its rows belong to other samples than it seems, so that its own module is not enough.
-            reason: what was seen, as the end of a sentence that begins with the layer.
+            moves: whether its rows may belong to other samples than their positions say, so that repeating the layer's
+                own module is not enough.
+            reason: the observation, as the end of a sentence that begins with the layer.
 
         Raises:
-            MemprofError: the module that was called would have to be repeated, and is repeated already.
+            MemprofError: the called module would have to be repeated, but is repeated already.
         """
         if not moves and not isinstance(layer, GenericLayer):
             self.registry.repeat_module(layer)
@@ -122,7 +122,7 @@ class Probe(SampleForwards):
         self.attach()
 
     def repeat_at(self, module: nn.Module, inside: set[nn.Module]) -> bool:
-        """Repeats a module for the parameters of some modules in it. Returns whether that changes anything."""
+        """Repeats a module for the parameters of some modules in it. Returns whether this changes anything."""
         found = [layer for layer in self.registry.layers() if layer.module in inside and layer.trainable()]
         for layer in found:
             if layer.trainable():
@@ -136,8 +136,8 @@ class Probe(SampleForwards):
             refuse_repetition(layer, reason or "Its samples influence one another, or are not in one dimension.")
         if layer.module not in self._inside:
             raise MemprofError(
-                f"parameters of {layer.describe()} are used where a part of the model was called by itself; call the "
-                "model as a whole."
+                f"parameters of {layer.describe()} are used in a part of the model that was called separately; call "
+                "the model as a whole."
             )
         if layer.module is not self.model:
             parent = self.registry.parent_of(layer)
@@ -153,8 +153,9 @@ class Probe(SampleForwards):
             )
 
     def _layouts(self, shared: dict[Layer, Layout], plain: list[Any]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """Returns the layouts, and the layers that have to be repeated with what is around them. `shared` has the
-        layouts of layers whose outputs are already expanded over the batch.
+        """Returns the layouts, and the layers that must be repeated with their enclosing modules.
+
+        `shared` has the layouts of layers whose outputs are already expanded over the batch.
         """
         self.hooks.layouts = dict(shared)
         try:
@@ -175,12 +176,12 @@ class Probe(SampleForwards):
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)
         new = [layer for layer, w in found.items() if _is_shared(layer, w) and layer not in shared]
-        if new and not unsuitable:  # their outputs will be expanded: once more, with that
+        if new and not unsuitable:  # their outputs will be expanded: try again with that
             return self._layouts({layer: w for layer, w in found.items() if _is_shared(layer, w)}, plain)
         return found, unsuitable
 
     def _match(self, forwards: list[list[Observation]]) -> tuple[dict[Layer, Layout], list[Layer]]:
-        """Returns the layouts by layer, and the layers whose tensors fit in none."""
+        """Returns the layouts by layer, and the layers whose tensors fit no layout."""
         found: dict[Layer, Layout] = {}
         unsuitable: list[Layer] = []
         for layer in dict.fromkeys(each.layer for observations in forwards for each in observations):
@@ -195,7 +196,7 @@ class Probe(SampleForwards):
                 continue
             if any(len(each.inputs) > 1 for of_forward in calls for each in of_forward):
                 found.pop(layer)
-                self.registry.repeat_module(layer)  # a gate, or an option, that another input of the layer is
+                self.registry.repeat_module(layer)  # a gate or an option is another input of the layer
                 unsuitable.append(layer)
                 continue
             if layer.any_arrangement:
@@ -203,7 +204,7 @@ class Probe(SampleForwards):
             if any(len(each.inputs[0].meta) != SIZE for each in calls[0]):
                 found.pop(layer)
                 self.registry.repeat_module(layer)
-                unsuitable.append(layer)  # which has no parameters any more
+                unsuitable.append(layer)  # it has no parameters any more
         return found, unsuitable
 
     def _layout_of_calls(self, layer: Layer, calls: list[list[Observation]]) -> Layout:
@@ -228,7 +229,7 @@ class Probe(SampleForwards):
         return Layout(inputs, outputs)
 
     def _where(self, leaves: Sequence[Any]) -> Arrangement | None:
-        """Returns where the samples are in a tensor, from its summaries in each forward."""
+        """Returns the position of samples in a tensor, from its summaries in each forward."""
         if not all(isinstance(leaf, TensorSummary) for leaf in leaves):
             return None
         x, y, *others = leaves
@@ -242,8 +243,10 @@ class Probe(SampleForwards):
         raise _UnsuitableError
 
     def _find_outputs(self, outputs: list[list[Any]]) -> list[Arrangement | None]:
-        """Returns where the output's tensors have the samples. Raises MemprofError if samples mix in an output that has
-        them.
+        """Returns the position of samples in the output's tensors.
+
+        Raises:
+            MemprofError: an output mixes samples.
         """
         found: list[Arrangement | None] = []
         for leaves in zip(*outputs, strict=False):
@@ -260,7 +263,7 @@ class Probe(SampleForwards):
         return found
 
     def _choose_ways(self, observations: list[Observation], layouts: dict[Layer, Layout]) -> list[Layer]:
-        """Chooses how each GenericLayer is repeated, and returns those that no way repeats."""
+        """Chooses how each GenericLayer is repeated, and returns the layers that cannot be repeated in any way."""
         failed: list[Layer] = []
         for layer, layout in layouts.items():
             if not isinstance(layer, GenericLayer):
@@ -305,7 +308,7 @@ class Probe(SampleForwards):
         return call, [outputs[i] for i in layout.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
-        """Returns those of the layers with expanded outputs that change what the model computes."""
+        """Returns the layers whose expanded outputs change the result of the model."""
         found = []
         for layer, layout in shared.items():
             self.hooks.layouts = {layer: layout}
@@ -319,7 +322,7 @@ class Probe(SampleForwards):
 
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
-    """Returns whether the samples are `where` in all tensors, and differ between `x` and `y` where these do."""
+    """Returns whether the samples are at `where` in all tensors, and `x` and `y` differ only in the changed sample."""
     rows = where.rows(x.meta, SIZE)
     if rows is None or x.meta.shape != y.meta.shape:
         return False

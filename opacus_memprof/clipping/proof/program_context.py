@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the program has around a forward: contexts that a proof leaves, and hooks that it runs as a call does."""
+"""The program's context of a forward: contexts that a proof leaves, and hooks that it runs as a call does."""
 
 import sys
 from collections.abc import Iterator
@@ -13,15 +13,16 @@ from opacus_memprof.clipping.proof.model_state import is_own
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
-    """Keeps backward from being compiled inside the context: a proof cannot follow compiled code."""
+    """Keeps backward from being compiled inside the context, because a proof cannot follow compiled code."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return nullcontext() if compiled is None else compiled._disable()
 
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Makes autograd save tensors as they are inside the context: a checkpoint around the model would take the tensors
-    of a proof for its own.
+    """Disables the program's saved-tensor hooks inside the context.
+
+    Otherwise a checkpoint around the model would treat the tensors of a proof as its own.
     """
     autograd: Any = torch._C._autograd
     hooks = []

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves, for one batch, that samples do not mix and that the layers' gradients are autograd's.
+"""Proves, for one batch, that samples do not mix and that the layers' gradients equal autograd's.
 
-Mixing: for each binary digit of the samples' indices, and for 0 and 1, a forward and a backward in which the samples
-with that digit keep their values while all others get other ones. The kept samples must get the same outputs, and every
-layer the same inputs and output gradients for them; and from output gradients of kept samples alone, no other sample
-may get any. Sums: with a random weight for each sample, the weighted sums of the layers' gradients must be those that
-autograd finds for the weighted outputs.
+Mixing: for each binary digit of the samples' indices, and for 0 and 1, run a forward and a backward in which the
+samples with that digit keep their values while all others get other values. The kept samples must have the same
+outputs, and in every layer the same inputs and output gradients. If only kept samples have output gradients, no other
+sample may get a gradient in any layer. Sums: with a random weight for each sample, the weighted sums of the layers'
+gradients must equal autograd's gradients of the weighted outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16
-"""Batches of up to so many samples are tried with twice as many kinds of other values."""
+"""Batches of up to so many samples are tested with twice as many kinds of other values."""
 
 
 _Recorded = TypeVar("_Recorded")
@@ -50,9 +50,9 @@ class Doubt:
 
     Attributes:
         layer: the layer.
-        reason: what was seen, as the end of a sentence.
-        moves: whether its rows do not belong to the samples that they are counted to, so that repeating its module
-            alone would not help.
+        reason: the observation, as the end of a sentence.
+        moves: whether its rows may belong to other samples than assumed, so that repeating its module alone would not
+            help.
     """
 
     layer: Layer
@@ -62,17 +62,17 @@ class Doubt:
 
 @dataclass
 class Program:
-    """What is proved.
+    """The program that is proved.
 
     Attributes:
         module: the module that is called.
         run: calls it, with the hooks of layers.
-        hooks: of the layers.
-        args, kwargs: what it is called with.
+        hooks: the hooks of the layers. args, kwargs: its arguments.
         batch: the number of samples.
-        drawn: the number of samples for which gradients of outputs are drawn: more, in a part of a batch.
-        random: what the random number generators begin with.
-        wheres: where the tensors of its output have the samples.
+        drawn: the number of samples for which gradients of outputs are drawn; larger than `batch` for a part of a
+            batch.
+        random: the initial state of the random number generators.
+        wheres: the position of samples in the output's tensors.
         trained: names of the trained parameters.
     """
 
@@ -88,7 +88,7 @@ class Program:
     trained: dict[nn.Parameter, str]
 
     def leaves(self) -> tuple[list[Any], Any]:
-        """The arguments, flattened and detached, and their structure."""
+        """Returns the arguments, flattened and detached, and their structure."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         return [_detached(leaf) for leaf in leaves], structure
 
@@ -102,7 +102,7 @@ class Prover:
 
     Args:
         program: the program.
-        workspace: ceiling on the temporaries of a layer.
+        workspace: limit on the temporaries of a layer.
     """
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
@@ -113,7 +113,7 @@ class Prover:
 
     # --- mixing ---
     def mixing(self) -> list[Doubt]:
-        """The layers that get something else for a sample when other samples change, or are not there.
+        """Returns the layers whose data for a sample changes when other samples change or are missing.
 
         Raises:
             MixingError: an output depends on other samples.
@@ -123,7 +123,8 @@ class Prover:
         whole = torch.ones(batch, dtype=torch.bool)
         bases = {True: self._backward(leaves, structure, whole, True)}
         self.trace, self.patterns = bases[True].trace, bases[True].patterns
-        # From outputs that have the samples alone, half of the time, no sample may get a gradient of another one's.
+        # With gradients at outputs that have samples only, half of the time, no sample may get a gradient of another
+        # sample.
         if bases[True].outputs and bases[True].has_shared:
             bases[False] = self._backward(leaves, structure, whole, False)
         plans = [(plan, (i + i // 4) % VARIANTS) for i, plan in enumerate(halves(batch) * (2 if batch <= _FEW else 1))]
@@ -141,11 +142,10 @@ class Prover:
         return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
 
     def is_mixing(self, digit: int) -> bool:
-        """Returns whether `mixing` would find something, as far as three runs can show it: the batch, and for 0 and 1
-        the samples whose index has this binary digit, among others.
+        """Returns whether three runs detect mixing: the batch, and for 0 and 1 the samples with this binary digit.
 
         Args:
-            digit: any number; those above the indices' count again from 0.
+            digit: the number of the digit in samples' indices; larger numbers wrap around.
 
         Raises:
             MixingError: an output depends on other samples.
@@ -164,8 +164,13 @@ class Prover:
         return False
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
-        """As `mixing`, of the first samples without the others: what a sample gets may depend on their number, too.
-        Random numbers would be others in a smaller batch.
+        """Does what `mixing` does, for the first samples without the others.
+
+        A sample's data may depend on the number of samples, too. Not used where random numbers would differ in a
+        smaller batch.
+
+        Raises:
+            MemprofError: the model cannot be clipped exactly.
         """
         count = self.program.batch // 2
         if count < 1:
@@ -177,7 +182,7 @@ class Prover:
             other = alone._backward(some, structure, torch.ones(count, dtype=torch.bool), base.with_shared)
         except MemprofError:
             raise
-        except Exception:  # the model does not run on as few
+        except Exception:  # the model does not run on so few samples
             return []
         return self._compare(base.first(count), other, torch.ones(count, dtype=torch.bool), no_leak=False)
 
@@ -191,7 +196,7 @@ class Prover:
         seed: int,
         shared: bool,
     ) -> _Recorded:
-        """A run in which the samples that are not kept are others."""
+        """Runs the program with other values for the samples that are not kept."""
         for kind in (variant, *GENTLE):
             new = perturbed(leaves, self.program.batch, kept, kind, seed)
             try:
@@ -207,7 +212,7 @@ class Prover:
         recorder = RowRecorder(self.workspace)
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
-            trace = list(trace)  # backward adds what checkpoints run again
+            trace = list(trace)  # backward adds layers that checkpoints run again
             patterns = self._patterns(outputs, leaves)
             batch, draws = self.program.batch, self.program.random.has_moved()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
@@ -282,7 +287,7 @@ class Prover:
         return doubts
 
     def follow(self) -> None:
-        """Runs a forward for the order in which it calls the layers and the patterns of its graph."""
+        """Runs a forward to record the order of layer calls and the patterns of its graph."""
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder(self.workspace)) as trace:
             outputs, _ = self._outputs(leaves, structure)
@@ -290,12 +295,12 @@ class Prover:
 
     # --- sums ---
     def sums(self) -> list[Doubt]:
-        """The layers whose gradients do not add up to autograd's."""
+        """Returns the layers whose gradients do not add up to autograd's."""
         program = self.program
         generator = torch.Generator().manual_seed(7)
         weights = torch.rand(program.batch, generator=generator, dtype=torch.float64) + 0.5
         whole = torch.ones_like(weights)
-        if any(where is None for where in program.wheres):  # what all samples share has no weights
+        if any(where is None for where in program.wheres):  # data that all samples share has no weights
             weights = whole
         leaves, structure = program.leaves()
         recorder = SumRecorder(self.workspace, weights)
@@ -328,16 +333,16 @@ class Prover:
 
 @dataclass
 class _Run:
-    """What a run gave.
+    """The results of a run.
 
     Attributes:
-        outputs: those that have the samples.
-        has_shared: whether there are others.
-        with_shared: whether these had gradients.
+        outputs: the outputs that have samples.
+        has_shared: whether there are other outputs.
+        with_shared: whether the other outputs had gradients.
         draws: whether random numbers were drawn.
-        recorder: what reached the layers.
-        trace: the order in which they were called.
-        patterns: of the graph of the outputs.
+        recorder: the data that reached the layers.
+        trace: the order in which layers were called.
+        patterns: the patterns of the outputs' graph.
     """
 
     outputs: list[Rows]
@@ -349,7 +354,10 @@ class _Run:
     patterns: list[int]
 
     def first(self, count: int) -> _Run:
-        """Of the first samples alone. What a loss that all samples share gives them depends on their number."""
+        """Returns the results of the first samples alone, without gradients of a loss that all samples share.
+
+        These depend on the number of samples.
+        """
         recorder = RowRecorder(self.recorder.workspace)
         is_kept = not (self.has_shared and self.with_shared)
         recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
@@ -360,8 +368,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2
 
 
 def _agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak: bool) -> bool:
-    """Whether two runs agree in everything for the kept samples, and no other sample gets a gradient where it must
-    not. The host waits once, and not for every layer.
+    """Returns whether two runs agree in all data of the kept samples.
+
+    With `no_leak`, also requires that no other sample gets a gradient. The host waits once, not for every layer.
     """
     if base.places != other.places or base.rows.kinds != other.rows.kinds:
         return False
@@ -381,14 +390,14 @@ def _agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak:
 
 
 def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
-    """Whether kept samples differ by more than rounding."""
+    """Returns whether kept samples differ by more than rounding."""
     tolerance = _tolerance(a.dtype, a.norms.device) * (1 if a.shape == b.shape else 8)
     differences = a.differences(b)
     return bool((torch.where(kept.to(differences.device), differences, 0) > tolerance).any())
 
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
-    """The largest relative difference that rounding may make."""
+    """Returns the largest relative difference that rounding may cause."""
     if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2e-3
     dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
@@ -396,7 +405,7 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_leak: bool) -> str | None:
-    """What differs for kept samples, or None."""
+    """Returns a description of the first difference between kept samples, or None."""
     if len(base) != len(other):
         return "is called another number of times when other samples change"
     for a, b in zip(base, other, strict=True):

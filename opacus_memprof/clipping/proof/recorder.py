@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the bookkeeping while a proof runs backward: records what reaches each layer, and keeps nothing else."""
+"""Replaces the bookkeeping while a proof runs backward: records the data that reaches each layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opacus_memprof.clipping.workspace import Workspace
 
 @dataclass(frozen=True)
 class Record:
-    """What one backward of a layer gets.
+    """The data of one backward of a layer.
 
     Attributes:
         layer: the layer.
-        inputs: of its inputs, those that have samples.
-        gradients: of the gradients of its outputs.
-        own: of the per-sample gradients of its parameters, if these are found with all samples there.
+        inputs: rows of the inputs that have samples.
+        gradients: rows of the output gradients.
+        own: rows of the per-sample gradients of its parameters, if these are computed for all samples at once.
     """
 
     layer: Layer
@@ -34,7 +34,7 @@ class Record:
     own: list[Rows] = field(default_factory=list)
 
     def first(self, count: int, with_gradients: bool) -> Record:
-        """Returns the record of the first samples alone, with or without the gradients."""
+        """Returns the record of the first samples alone, with or without gradients."""
         inputs, gradients, own = (
             [rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own)
         )
@@ -42,7 +42,7 @@ class Record:
 
 
 def _recorded(layer: Layer, x: Any, g: Any, workspace: Workspace) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the backward of a layer gets, by sample, with its kind: see Record."""
+    """Yields the data of a layer's backward by sample, with its kind; see Record."""
     if not isinstance(layer, GenericLayer):
         if x is not None:
             yield "input", x
@@ -60,13 +60,13 @@ def _recorded(layer: Layer, x: Any, g: Any, workspace: Workspace) -> Iterator[tu
 
 
 class RowRecorder:
-    """Records, by sample, what each layer's backward gets.
+    """Records the data of each layer's backward by sample.
 
     Args:
-        workspace: ceiling on temporaries.
+        workspace: limit on temporaries.
 
     Attributes:
-        records: in the order of backward.
+        records: the records in the order of backward.
     """
 
     is_captured = False
@@ -77,7 +77,7 @@ class RowRecorder:
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As `Bookkeeping.add`."""
+        """Does what `Bookkeeping.add` does."""
         found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             found[kind].append(Rows.of(tensor))
@@ -89,11 +89,11 @@ class RowRecorder:
 
 
 class ManyRecorder:
-    """Records what RowRecorder does, for all layers at once.
+    """Records the same data as RowRecorder, for all layers at once.
 
     Attributes:
-        rows: of all tensors.
-        places: layer and kind of each: "input", "gradient", or "own".
+        rows: rows of all tensors.
+        places: layer and kind of each tensor: "input", "gradient", or "own".
     """
 
     is_captured = False
@@ -110,19 +110,19 @@ class ManyRecorder:
         self.rows.add(x)
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As `Bookkeeping.add`."""
+        """Does what `Bookkeeping.add` does."""
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             self.note(layer, kind, tensor)
 
 
 @dataclass
 class Sum:
-    """The sum of a parameter's per-sample gradients, as its layers find it.
+    """The sum of a parameter's per-sample gradients, as its layers compute it.
 
     Attributes:
-        total: float32 (float64).
-        layers: those that contributed.
-        dtype: of the output gradients.
+        total: the sum, in float32 (float64 for float64).
+        layers: the layers that contributed.
+        dtype: the dtype of the output gradients.
     """
 
     total: torch.Tensor
@@ -135,9 +135,9 @@ class SumRecorder:
     """Forms the sums of the layers' per-sample gradients.
 
     Attributes:
-        workspace: ceiling on temporaries.
-        weights: what the samples' gradients are multiplied by, [B].
-        sums: by parameter.
+        workspace: limit on temporaries.
+        weights: the factors of the samples' gradients, [B].
+        sums: the sums by parameter.
     """
 
     workspace: Workspace
@@ -147,7 +147,7 @@ class SumRecorder:
     refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """As `Bookkeeping.add`."""
+        """Does what `Bookkeeping.add` does."""
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             known = self.sums.get(parameter)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the modules that pick, move or drop rows of the batch depending on data: masks, sorting by length, packed
-sequences, routing to experts.
+"""Finds modules that select, move or drop rows of the batch depending on data.
 
-In such a module a row may belong to another sample than its place says, in a later batch if not in this one. So the
-module is repeated as a whole, one sample at a time where nothing else works.
+Examples are masks, sorting by length, packed sequences, and routing to experts. In such a module a row may belong to
+another sample than its position says, if not in this batch then in a later one. Therefore the module is repeated as a
+whole, one sample at a time if nothing else works.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,18 @@ from torch.utils._pytree import tree_flatten
 from opacus_memprof.clipping.proof.probe import Probe
 
 _SAMPLES = 7
-"""A number of samples that is no other dimension's size by chance."""
+"""A number of samples that is unlikely to equal the size of another dimension."""
 _aten = torch.ops.aten
 _CONSTANTS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_")
 
 
 def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]]]:
-    """Returns the smallest modules that move rows and bring them back, innermost first, each with the modules in it
-    that may get rows that were moved.
+    """Returns the smallest modules that move rows and bring them back, innermost first.
+
+    Each comes with the modules in it that may get moved rows.
 
     Args:
-        probe: of the model, with the samples that are tried.
+        probe: the probe of the model, with the samples that are tried.
     """
     modules = _Modules(probe.model)
     watch = _Watch(modules)
@@ -39,7 +40,7 @@ def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]
 
 
 class _Modules:
-    """The modules that run, in which order, and how often each has moved rows.
+    """The modules that run, in order, and how often each has moved rows.
 
     Args:
         model: the module that is called.
@@ -48,14 +49,14 @@ class _Modules:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.running: list[nn.Module] = [model]
-        self.moves: dict[nn.Module, tuple[int, int]] = {}  # how often, and at which time first
+        self.moves: dict[nn.Module, tuple[int, int]] = {}  # number of moves, and the time of the first
         self._entered: dict[nn.Module, int] = {}
         self._time = 0
         self.parents: dict[nn.Module, nn.Module] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follows which modules run, inside."""
+        """Records which modules run inside the context."""
         inside = set(self.model.modules())
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -80,7 +81,7 @@ class _Modules:
                 handle.remove()
 
     def count(self) -> None:
-        """Counts a move in the module that runs."""
+        """Counts a move in the running module."""
         self._add(self.moves, self.running[-1], 1, self._time)
 
     def _add(self, moves: dict[nn.Module, tuple[int, int]], module: nn.Module, count: int, first: int) -> None:
@@ -88,8 +89,9 @@ class _Modules:
         moves[module] = before + count, min(first, earliest)
 
     def closed(self) -> list[tuple[nn.Module, set[nn.Module]]]:
-        """Returns the modules in which rows are moved at least twice: there, and back. A single move is its
-        parent's.
+        """Returns the modules in which rows are moved at least twice: there, and back.
+
+        A single move counts for the parent module.
         """
         found = []
         moves = dict(self.moves)
@@ -111,8 +113,9 @@ class _Modules:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows which tensors depend on the inputs, and counts operations that move their rows by an index that does,
-    too.
+    """Tracks which tensors depend on the inputs, and counts operations that move their rows by an index.
+
+    Only indices that depend on the inputs count.
     """
 
     def __init__(self, modules: _Modules) -> None:
@@ -143,7 +146,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name.startswith(_CONSTANTS):
             return result
-        # What comes from Python may have been there before: a length that was read, a list that was sorted.
+        # Python may have computed it from the inputs: a length that was read, a list that was sorted.
         if name == "lift_fresh" or any(map(self._is_data, tree_flatten((args, kwargs))[0])):
             self._mark(result)
         return result
@@ -168,7 +171,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def _has_rows(self, x: Any, dim: int = 0) -> bool:
-        """Returns whether dimension `dim` of a tensor is its first, and has rows of the samples."""
+        """Returns whether dimension `dim` of a tensor is its first dimension, and has the samples' rows."""
         if not isinstance(x, torch.Tensor) or not x.dim() or dim % x.dim() != 0:
             return False
         return x.dim() > 1 and x.shape[0] % _SAMPLES == 0

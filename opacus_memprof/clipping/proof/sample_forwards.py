@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model on a few samples of what it was called with, and observes its layers."""
+"""Runs a model on a few samples of its arguments, and observes its layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +18,16 @@ from opacus_memprof.clipping.proof.observation import Observation, summaries, us
 from opacus_memprof.clipping.proof.outputs import tensors_in
 
 SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
-"""The samples of each forward. Beyond the batch, they are made from its samples."""
+"""The samples of each forward. Indices beyond the batch stand for samples that are made from others."""
 SIZE = len(SAMPLES[0])
-"""The size of the first two forwards, in which values are observed; of the others, only shapes are."""
+"""The size of the first two forwards, in which values are observed; in the other forwards only shapes are."""
 
 
 @dataclass
 class SampleForward:
-    """What is known of a forward: the summaries of its output's tensors, the calls of layers, and the ids of parameters
-    that are used outside of these.
+    """The data of one forward: summaries of output tensors, calls of layers, and parameters used outside of layers.
+
+    The parameters are given by id.
     """
 
     outputs: list[Any]
@@ -39,9 +40,8 @@ class SampleForwards:
 
     Args:
         model: the module that was called: the model, or a part of it.
-        hooks: of the layers.
-        args, kwargs: what the module was called with.
-        run_model: runs the module's forward between the hooks of its users, without those of its calls.
+        hooks: the hooks of the layers. args, kwargs: the arguments of the module.
+        run_model: runs the module's forward with the hooks of users, without its entry hooks.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class SampleForwards:
             self.run_model(args, kwargs)
 
     def forward(self, samples: Sequence[int], observe: bool = False) -> SampleForward:
-        """Returns a forward with a graph, for a model may return other outputs without gradients, but without its
-        tensors.
+        """Returns a forward that ran with an autograd graph, but without the graph's saved tensors.
+
+        A graph is needed because a model may return other outputs without gradients.
         """
         try:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
                 return self._run_forward(samples, observe)
-        except Exception:  # the model takes gradients in its forward, and needs the tensors that were dropped
+        except Exception:  # the model computes gradients in its forward, and needs the tensors that were dropped
             return self._run_forward(samples, observe)
 
     def _run_forward(self, samples: Sequence[int], observe: bool) -> SampleForward:
@@ -92,12 +93,12 @@ class SampleForwards:
         return SampleForward(summaries(leaves, len(samples) != SIZE), observed, used)
 
     def leaves_of(self, samples: Sequence[int]) -> list[Any]:
-        """Returns the leaves of the arguments, of some samples, in the order of those that they are made from."""
+        """Returns the leaves of the arguments for some samples. Samples that others are made from come first."""
         ordered = sorted(samples, key=lambda n: n % self.batch)
         return [self.select(leaf, ordered) for leaf in self.leaves]
 
     def select(self, leaf: Any, samples: Sequence[int]) -> Any:
-        """Some samples of an input. Beyond the batch, these are its samples rolled along their last dimension."""
+        """Returns some samples of an input. Samples beyond the batch are others, rolled along their last dimension."""
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
             return leaf
         rows = [leaf.detach()[n % self.batch] for n in samples]
@@ -129,7 +130,7 @@ def _detached(leaves: list[Any]) -> list[Any]:
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """Packs a tensor for a backward that never comes."""
+    """Packs a saved tensor by dropping it, because no backward will run."""
 
 
 def _refuse(packed: None) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which situations of a model are proved, and the proof of new ones."""
+"""Knows which situations of a model are proved, and proves new ones."""
 
 import sys
 from collections import Counter
@@ -34,11 +34,11 @@ from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _LEAST = 4
-"""Samples in a proof of mixing: smaller batches get samples that are made from theirs."""
+"""Least number of samples in a proof of mixing. Smaller batches are filled with samples made from theirs."""
 knows_numbers = True
-"""Whether tensors have the numbers that operations give them: not on a virtual GPU, where nothing is proved."""
+"""Whether tensors have true values. They do not on a virtual GPU, where nothing is proved."""
 _SHARE = 16
-"""A situation that is checked again is checked with this part of the batch."""
+"""A repeated check uses one part of the batch out of so many."""
 
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,8 +46,9 @@ Order = list[tuple["Layer | None", bool]]
 
 
 def order_of(trace: Sequence[Layer | None]) -> Order:
-    """The layers in the order of their first calls, each with whether it is called once. How often a recurrent layer is
-    called depends on the lengths of samples.
+    """Returns the layers in the order of their first calls, each with whether it is called once.
+
+    The number of calls of a recurrent layer is ignored, because it depends on the lengths of samples.
     """
     counts = Counter(trace)
     return [(layer, count == 1) for layer, count in counts.items()]
@@ -55,18 +56,18 @@ def order_of(trace: Sequence[Layer | None]) -> Order:
 
 @dataclass
 class Situation:
-    """What is known of forwards of one kind.
+    """The state of knowledge about forwards of one kind.
 
     Attributes:
-        layouts: where the layers have the samples.
+        layouts: the position of samples in the tensors of layers.
         plain: the PlainLayers, by module.
-        wheres: where the output's tensors have the samples; None for what all samples share.
+        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
         traces: the orders of layer calls that are proved; see `order_of`.
-        patterns: of the autograd graphs of the outputs of forwards that are proved; see `graph_patterns`.
+        patterns: the patterns of proved forwards' autograd graphs, from their outputs; see `graph_patterns`.
         forwards: the number of forwards so far.
-        share: the part of the batch that the proof went through: less than 1 where memory did not allow all.
-        is_finite: whether all numbers in the proof were finite: otherwise the next forward proves it again.
-        record: of this situation in the certificate; None until its proof has ended.
+        share: the fraction of the batch that the proof used: less than 1 if memory was not enough for all.
+        is_finite: whether all numbers in the proof were finite; otherwise the next forward repeats it.
+        record: the record of this situation in the certificate; None until its proof has ended.
     """
 
     layouts: dict[Layer, Layout]
@@ -85,13 +86,13 @@ class Situations:
 
     Args:
         units: the layers of the model.
-        hooks: of the layers.
-        workspace: ceiling on the temporaries of a layer.
+        hooks: the hooks of the layers.
+        workspace: limit on the temporaries of a layer.
         check: how often a situation is checked.
-        run: calls a module with arguments, between the hooks of layers.
-        attach: puts hooks on modules of layers that are new.
+        run: calls a module with arguments, with the hooks of layers.
+        attach: adds hooks to modules of new layers.
         trained: names of the trained parameters.
-        agreement: of the ranks, under FSDP2.
+        agreement: communication between the ranks, under FSDP2.
     """
 
     def __init__(
@@ -113,15 +114,16 @@ class Situations:
         self.known: dict[Any, Situation] = {}
 
     def prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
-        """Finds out where the layers have the samples, and proves that clipping is exact for these arguments.
+        """Finds the position of samples in layers, and proves that clipping is exact for these arguments.
 
         Args:
             entry: the module that is called.
-            args, kwargs: what it is called with.
-            random: what the random number generators begin with.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            random: the initial state of the random number generators.
 
         Raises:
-            MemprofError: it is not, or it cannot be proved.
+            MemprofError: clipping is not exact, or this cannot be proved.
             CannotRunError: the module cannot run on other samples.
         """
         if self.agreement is None:
@@ -170,15 +172,21 @@ class Situations:
     def recheck(
         self, key: Any, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState
     ) -> Situation:
-        """Checks a situation again: as a whole if `check` is "always", and else a part of the batch, with few runs.
-        What has changed is proved anew.
+        """Checks a situation again: completely if `check` is "always", otherwise a part of the batch, with few runs.
+
+        If something has changed, runs a new proof.
 
         Args:
-            key: of the situation.
-            entry, args, kwargs, random: see `prove`.
+            key: the key of the situation.
+            entry: see `prove`.
+            args: see `prove`.
+            kwargs: see `prove`.
+            random: see `prove`.
 
         Raises:
-            MemprofError, CannotRunError: see `prove`.
+            MemprofError: clipping is not exact, or this cannot be proved.
+            CannotRunError: the module cannot run on other samples.
+            OutOfMemoryError: as PyTorch raises it.
         """
         situation, batch = self.known[key], self.hooks.batch
         count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))
@@ -203,7 +211,7 @@ class Situations:
                 is_same = not is_mixing and not (has_sums and prover.sums())
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # what has changed is said by the proof
+        except Exception:  # the new proof reports the cause
             is_same = False
         if is_same:
             for what in ("mixing", "sums") if has_sums else ("mixing",):
@@ -217,7 +225,7 @@ class Situations:
 
     @contextmanager
     def _proving(self, entry: nn.Module) -> Iterator[None]:
-        """What runs inside is no part of the training, and leaves the module as it was."""
+        """Isolates the runs inside the context from the training, and restores the module's state."""
         batch = self.hooks.batch
         try:
             with (
@@ -245,7 +253,7 @@ class Situations:
             try:
                 return self._doubts_of(probe, situation, random, count)
             except torch.OutOfMemoryError:
-                # Under FSDP2 all ranks run the same forwards, and the others may have memory left.
+                # Under FSDP2 all ranks run the same forwards, and other ranks may have memory left.
                 if count <= _LEAST or self.units.is_sharded:
                     raise
                 count = max(_LEAST, count // 2)
@@ -255,8 +263,9 @@ class Situations:
                 raise CannotRunError from error
 
     def _doubts_of(self, probe: Probe, situation: Situation, random: RandomState, count: int) -> list[Doubt]:
-        """What is not proved, on so many samples: all, more in a small batch, or fewer where memory does not allow
-        all.
+        """Returns the layers that are not proved, using so many samples.
+
+        This is the whole batch, more for a small batch, or fewer if memory is not enough for all.
         """
         batch, leaves = self.hooks.batch, probe.leaves
         if count > batch:
@@ -290,5 +299,5 @@ class Situations:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Nothing is compiled, for the runs of a proof, in this context."""
+    """Disables compilation inside the context, for the runs of a proof."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

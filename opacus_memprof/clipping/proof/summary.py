@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proof keeps of a tensor: a few numbers for each sample, which tell whether another tensor has the same bits
-there, and if not, how far it is away.
+"""Summaries of tensors in a proof: a few numbers for each sample.
+
+They show whether another tensor has the same bits for a sample, and if not, how large the difference is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from opacus_memprof.clipping.workspace import slices
 
-_COLUMNS = 1 << 17  # that have random numbers of their own
+_COLUMNS = 1 << 17  # columns that have random numbers of their own
 _CHUNK_BYTES = 1 << 25
 _PROJECTIONS = 4
 _SEED = 0x5EED
@@ -25,8 +26,8 @@ class Rows:
     """A summary of a tensor [B, ...], by sample.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: the shape of the tensor.
+        dtype: the dtype of the tensor.
         bits: hashes of the bits, [B].
         projections: products with random vectors, [B, 4], whose differences are about as large as those of the samples.
         norms: Euclidean norms, [B].
@@ -43,12 +44,12 @@ class Rows:
     @classmethod
     @torch.no_grad()
     def of(cls, x: torch.Tensor) -> Rows:
-        """The summary of `x`, [B, ...], computed for a few samples at a time."""
+        """Returns the summary of `x`, [B, ...], computed for a few samples at a time."""
         shape, dtype = x.shape, x.dtype
         x = x.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
-        # Temporaries are small beside a large tensor, and beside what a small model needs.
+        # Temporaries are small compared with a large tensor, and with the needs of a small model.
         at_once = min(_CHUNK_BYTES, max(x.numel() * x.element_size() // 4, 1 << 22))
         size = max(1, at_once // max(1, x[:1].numel() * x.element_size()))
         with torch.autocast(x.device.type, enabled=False):
@@ -57,21 +58,21 @@ class Rows:
         return cls(shape, dtype, bits, projections, norms, largest)
 
     def first(self, count: int) -> Rows:
-        """The summary of the first samples, which keeps the shape of all."""
+        """Returns the summary of the first samples, which keeps the shape of all."""
         parts = (self.bits, self.projections, self.norms, self.largest)
         return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
 
     def differences(self, other: Rows) -> torch.Tensor:
-        """The distances of the samples from those of `other`, relative to their norms, [B]: 0 for the same bits."""
+        """Returns the samples' distances from those of `other`, relative to their norms, [B]; 0 for the same bits."""
         return relative_differences(self.projections - other.projections, self.norms, self.bits == other.bits)
 
 
 def relative_differences(of_projections: torch.Tensor, norms: torch.Tensor, is_same: torch.Tensor) -> torch.Tensor:
-    """The distances of samples relative to their norms, [...]; 0 for the same bits.
+    """Returns the distances of samples relative to their norms, [...]; 0 for the same bits.
 
     Args:
         of_projections: differences of projections, [..., 4].
-        norms: [...].
+        norms: norms of the samples, [...].
         is_same: whether the bits are the same, [...].
     """
     distances = of_projections.abs().amax(-1) / norms.clamp(min=1e-30)
@@ -80,7 +81,7 @@ def relative_differences(of_projections: torch.Tensor, norms: torch.Tensor, is_s
 
 
 class ManyRows:
-    """The summaries of many tensors [B, ...], R of them, with few launches: those of the same shape are stacked.
+    """Summaries of many tensors [B, ...], R of them, with few launches: tensors of the same shape are stacked.
 
     Args:
         batch: B.
@@ -100,8 +101,9 @@ class ManyRows:
         self._parts: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, x: torch.Tensor) -> None:
-        """Adds a tensor. It must not change until it is summarized, which is when `numbers` is called or when the
-        tensors that wait take too much memory.
+        """Adds a tensor, which must not change until it is summarized.
+
+        It is summarized when `numbers` is called, or when the waiting tensors take too much memory.
 
         Raises:
             ValueError: its first dimension is not the batch.
@@ -115,8 +117,9 @@ class ManyRows:
             self._summarize()
 
     def numbers(self) -> tuple[torch.Tensor, ...]:
-        """Hashes [R, B], projections [R, B, 4], norms [R, B] and largest absolute values [R, B]; see Rows. On the
-        device of the first tensor, in float64.
+        """Hashes [R, B], projections [R, B, 4], norms [R, B] and largest absolute values [R, B]; see Rows.
+
+        They are in float64, on the device of the first tensor.
         """
         self._summarize()
         device = self._parts[0][0].device
@@ -152,7 +155,7 @@ def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not part.numel():
             continue
         part = part + torch.zeros((), dtype=x.dtype, device=x.device) if x.is_floating_point() else part.to(torch.int64)
-        bits = part.view(_INTEGERS[x.dtype.itemsize]) if x.is_floating_point() else part  # above -0.0 became 0.0
+        bits = part.view(_INTEGERS[x.dtype.itemsize]) if x.is_floating_point() else part  # -0.0 became 0.0 above
         values = part.to(dtype)
         odd, vectors = _random(min(_COLUMNS, 1 << width.bit_length()), bits.dtype, dtype, x.device)
         of_block, scales = _of_blocks(first, part.shape[1], dtype, x.device)
@@ -167,7 +170,7 @@ def _summarize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _random(
     columns: int, integer: torch.dtype, real: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd integers, [columns], and random vectors, [columns, 4]."""
+    """Returns odd integers, [columns], and random vectors, [columns, 4]."""
     generator = torch.Generator().manual_seed(_SEED)
     odd = torch.randint(0, torch.iinfo(integer).max // 2, (columns,), generator=generator, dtype=integer) * 2 + 1
     vectors = torch.randn(columns, _PROJECTIONS, generator=generator, dtype=real)
@@ -176,9 +179,7 @@ def _random(
 
 @functools.lru_cache(maxsize=64)
 def _of_blocks(first: int, count: int, real: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What tells blocks of columns from one another: odd integers, [count], and factors of the projections,
-    [count, 4].
-    """
+    """Returns numbers that distinguish blocks of columns: odd integers, [count], and projection factors, [count, 4]."""
     generator = torch.Generator().manual_seed(_SEED + 1)
     odd = torch.randint(0, 2**61, (first + count,), generator=generator) * 2 + 1
     scales = torch.randn(first + count, _PROJECTIONS, generator=generator, dtype=real)
@@ -186,14 +187,15 @@ def _of_blocks(first: int, count: int, real: torch.dtype, device: torch.device) 
 
 
 def release() -> None:
-    """Releases the random numbers, which would take device memory between proofs."""
+    """Releases the random numbers, which would otherwise take device memory between proofs."""
     _random.cache_clear()
     _of_blocks.cache_clear()
 
 
 def halves(batch: int) -> list[list[bool]]:
-    """For each binary digit of the samples' indices, and for 0 and 1: which samples have it. Every ordered pair of
-    samples is separated by one of these.
+    """Returns, for each binary digit of the samples' indices and for 0 and 1, which samples have this digit.
+
+    One of these selections separates each ordered pair of samples.
     """
     count = max(1, (batch - 1).bit_length())
     return [[(n >> b) & 1 == v for n in range(batch)] for b in range(count) for v in (0, 1)]
