@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU memory profiler for DP-SGD training with Opacus. docs/python.md and docs/toolkit.md show the names below.
 
-Nothing is loaded before it is asked for: importing this package is cheap, works where the extension is broken (for
+Names are imported on first access. Therefore importing this package is fast, works where the extension is broken (for
 `opacus-memprof doctor`), and never initialises CUDA.
 """
 
@@ -74,7 +74,7 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        if _HOME[name].startswith(("recording.", "session")):  # they import torch: first, why one cannot record here
+        if _HOME[name].startswith(("recording.", "session")):  # before torch is imported
             importlib.import_module("opacus_memprof.recording.native")
         module = importlib.import_module(f"opacus_memprof.{_HOME[name]}")
         return module if name == "session" else getattr(module, name)

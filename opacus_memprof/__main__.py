@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m opacus_memprof` is `opacus-memprof`."""
+"""Runs `opacus-memprof` as `python -m opacus_memprof`."""
 
 from opacus_memprof.cli import main
 

@@ -1,7 +1,7 @@
-"""Typed face of the module that setup.py writes beside the extension: what it was built for."""
+"""Types of the module that setup.py writes next to the extension, with the versions that it was built for."""
 
 VERSION: str  # of opacus-memprof
-TORCH_VERSION: str | None  # in full, as 2.15.0+cu132; None where only the part that reads profiles was built
+TORCH_VERSION: str | None  # in full, as 2.15.0+cu132; None if only the part that reads profiles was built
 TORCH_CUDA: str | None  # as 13.2; None for a torch without CUDA
 HAS_CUDA: bool  # CUDA's allocator is compiled in
 PYTHON: str

@@ -1,5 +1,6 @@
-"""Typed face of the compiled extension. Only opacus_memprof.clipping.kernels.native imports it. The comments are in
-csrc/clipping.
+"""Types of the compiled extension. Only opacus_memprof.clipping.kernels.native imports it.
+
+csrc/clipping has the comments.
 """
 
 from collections.abc import Callable, Sequence

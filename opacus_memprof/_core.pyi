@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed face of the compiled core, which reads profiles without torch. Only opacus_memprof.profiles.core imports it."""
+"""Types of the compiled core, which reads profiles without torch. Only opacus_memprof.profiles.core imports it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ def for_event_rows(directory: str, on_rows: Callable[[bytes], object]) -> None:
     """Calls `on_rows` with all rows of the event file, in pieces of whole rows; see csrc/core/event_rows.h."""
 
 class Follower:
-    """Reads on in directory/events.bin while it is written. Raises RuntimeError where there is no readable one."""
+    """Reads further in directory/events.bin while it is written. Raises RuntimeError if the file is not readable."""
 
     def __init__(self, directory: str) -> None: ...
-    def advance(self) -> dict[str, Any]: ...  # what is live now; see csrc/core/follower.h
+    def advance(self) -> dict[str, Any]: ...  # live memory now; see csrc/core/follower.h

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The typed face of csrc/virtual_values/module.cpp. Import it from virtual_gpu.values alone.
+# The types of csrc/virtual_values/module.cpp. Imported by virtual_gpu.values only.
 
 def install() -> None: ...
 def enable_thread() -> None: ...

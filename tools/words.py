@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [".ci", ".github", "benchmarks", "contrib", "docs", "examples", "news", "tools", "mkdocs.yml", "setup.py"]
-PLACES += ["opacus_memprof/clipping"]
+ROOMS = "clipping hooks integrations jobs profiles recording running session"
+PLACES += [f"opacus_memprof/{room}" for room in ROOMS.split()]
 PLACES += ["pyproject.toml", *(path.name for path in ROOT.glob("*.md"))]
 # Results are what programs printed; so is planning.md's example, whose sentence the package has to change first.
 SKIPPED = re.compile(r"tools/words\.py|docs/planning\.md|docs/results/(?!README)")

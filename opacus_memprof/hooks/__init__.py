@@ -57,7 +57,7 @@ _distributed = SharedPatch(distributed.wrap_distributed)
 
 
 def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHooks) -> None:
-    """Follows a model until `attachment` is detached: one that `make_private` has returned, or a plain module.
+    """Follows a model until `attachment` is detached. It is a plain module, or one that `make_private` has returned.
 
     Call it after `make_private`, before the forward pass. Following a model again undoes its earlier attachment.
     """
@@ -101,7 +101,7 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
 
 
 def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
-    """Follows an optimizer until `attachment` is detached: any of Opacus' optimizers, or a plain one.
+    """Follows an optimizer until `attachment` is detached: one of Opacus' optimizers, or a plain one.
 
     Follow the model first, because following it names the parameters' modules. Following an optimizer again, even in
     another Opacus wrapper, undoes its earlier attachment.
@@ -116,8 +116,9 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
 
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
-    """Follows the result of `make_private` until `attachment` is detached: (model, optimizer, data loader), or (model,
-    optimizer, criterion, data loader) with ghost clipping.
+    """Follows the result of `make_private` until `attachment` is detached.
+
+    The result is (model, optimizer, data loader), or (model, optimizer, criterion, data loader) with ghost clipping.
     """
     attachment.apply("the model", lambda unit: follow_model(unit, prepared[0]))
     attachment.apply("the optimizer", lambda unit: follow_optimizer(unit, prepared[1]))
@@ -125,7 +126,7 @@ def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
 
 def follow_privacy_engines(attachment: Attachment) -> None:
     """Follows the results of every PrivacyEngine's `make_private`, until `attachment` is detached."""
-    attachment.apply("DDP and FSDP2", _distributed.use)  # before the script wraps its model in one of them
+    attachment.apply("DDP and FSDP2", _distributed.use)  # before the program wraps its model in one of them
     opacus_hooks.observe_make_private(attachment, follow_prepared)
 
 
@@ -171,7 +172,7 @@ def is_privacy_engine(target: Any) -> bool:
 
 
 def change_for(target: Any) -> Callable[[Attachment], None]:
-    """Returns the change that follows `target`: a PrivacyEngine, which stands for all engines, a model or an optimizer.
+    """Returns the change that follows `target`: a PrivacyEngine (which means all engines), a model or an optimizer.
 
     A criterion or a data loader needs no change.
 

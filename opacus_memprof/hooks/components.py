@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the component of each module of a model: by its class first, then by its place in the model and its widths.
+"""Finds the component of each module of a model: by its class first, then by its position in the model and its widths.
 
 Names decide only where classes do not, as for a Linear.
 """
@@ -44,7 +44,7 @@ _by_name = Components()
 
 
 def components_of(named: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Returns the component of each module, by name; "" if neither its class nor its place decides.
+    """Returns the component of each module, by name; "" if neither its class nor its position decides.
 
     Args:
         named: the modules of a model by their fully qualified names, the model itself first.
@@ -58,14 +58,14 @@ def components_of(named: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
 class _Model:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.root = named[0][0]
-        self.modules = dict(named)  # of DDP and the model inside, which have one name, the latter
+        self.modules = dict(named)  # DDP and the model inside have one name: take the latter
         self.components: dict[str, str] = {}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
         for name in self.modules:
             if name != self.root:
                 self._children[_parent(name)].append(name)
         self._classes: dict[str, str] = {}  # by module; "" if its class does not decide
-        self._blocks: dict[str, list[str]] = {"": []}  # block, or "" outside of all → its Linears
+        self._blocks: dict[str, list[str]] = {"": []}  # block, or "" outside of all blocks → its Linears
         for name in reversed(self.modules):
             self._classes[name] = self._by_class(name)
             if self._is_block(name):
@@ -91,11 +91,11 @@ class _Model:
         if name in self._blocks:
             return BLOCK
         children = self._children[name]
-        base = f"{name}.base_layer"  # of peft, with the adapters beside it
+        base = f"{name}.base_layer"  # of peft, with adapters beside it
         if base in self._linears:
             return self._role(base)
         if any(child in self._linears and self._role(child) == HEAD for child in children):
-            return HEAD  # computes on what the head returns
+            return HEAD  # uses the output of the head
         above = self.components[_parent(name)]
         if not children and above in ("", BLOCK) and not list(self.modules[name].parameters()):
             siblings = self._children[_parent(name)]
@@ -109,7 +109,7 @@ class _Model:
             if isinstance(module, kinds):
                 return component
         if any(path in self._blocks or isinstance(inside, nn.Embedding) for path, inside in self._inside(name)):
-            return EMBEDDING if "Embed" in type(module).__name__ else ""  # else it is a model
+            return EMBEDDING if "Embed" in type(module).__name__ else ""  # otherwise it is a model
         classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
         for expression, component in _CLASS_NAMES.items():
             if any(re.search(expression, kind.__name__) for kind in classes):
@@ -117,7 +117,7 @@ class _Model:
         return ""
 
     def _is_block(self, name: str) -> bool:
-        """Returns whether a module is one of a list of layers and consists of several layers with parameters."""
+        """Returns whether a module is one in a list of layers, and has several submodules with parameters."""
         if name == self.root or self._classes[name] or not isinstance(self.modules[_parent(name)], _LISTS):
             return False
         return sum(bool(module._parameters) for _, module in self._inside(name)) > 1
@@ -168,8 +168,8 @@ class _Model:
 def _in_block(own: tuple[int, int], all_widths: Sequence[tuple[int, int]]) -> str:
     """Returns ATTENTION or MLP for a Linear in a block.
 
-    Linears of attention read and return the block's width, one for all queries, keys and values or several. Linears of
-    an MLP widen it, perhaps with a gate beside, and narrow the result again.
+    Linears of attention read and return the block's width, either one for all queries, keys and values or several. The
+    Linears of an MLP widen it, perhaps with a gate, and narrow the result again.
     """
 
     def is_mlp(widths: tuple[int, int]) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes the memory of distributed training: DDP's buckets, and FSDP2's gathered, scattered and sharded tensors.
 
-torch's classes are patched, because scripts wrap their model before they pass it to Opacus. FSDP2 calls `unshard`,
+torch's classes are patched, because programs wrap their model before they pass it to Opacus. FSDP2 calls `unshard`,
 `wait_for_unshard` and `post_backward` for each group of parameters, in forward and on autograd's threads.
 """
 
@@ -17,7 +17,7 @@ from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook
 
-# The classes that wrap the user's model, and their attribute that holds it.
+# The classes that wrap the user's model, and the attribute with the model.
 DDP_WRAPPERS = ((DistributedDataParallel, "module"), (DifferentiallyPrivateDistributedDataParallel, "module"))
 
 _DDP = "torch.nn.parallel:DistributedDataParallel"
@@ -46,8 +46,9 @@ def _observe_under(tag: native.Tag) -> Callable[..., CallHook]:
 
 
 def _observe_pre_forward(*args: Any, **kwargs: Any) -> CallHook:
-    """`_pre_forward` allocates the buckets a second time, in the order in which gradients became ready, and may move
-    the batch to the device, which is retagged as inputs.
+    """Observes `_pre_forward`, which allocates the buckets again, in the order in which gradients became ready.
+
+    It may also move the batch to the device, which is retagged as inputs.
     """
     with _tag(COMMUNICATION, "DistributedDataParallel"):
         moved = yield
@@ -63,8 +64,9 @@ def _observe_group(category: int, op: str) -> Callable[..., CallHook]:
 
 
 def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
-    """`post_backward` reduces and scatters gradients of the unsharded parameters: they are copied into a buffer, and
-    each rank gets its shard of their sum, in one block for the group.
+    """Observes `post_backward`, which reduces and scatters gradients of the unsharded parameters.
+
+    They are copied into a buffer, and each rank gets its shard of their sum, in one block for the group.
     """
     unsharded = native.category_id("unsharded_gradients")
     sharded = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
@@ -81,8 +83,10 @@ def _observe_post_backward(group: Any, *args: Any, **kwargs: Any) -> CallHook:
 
 
 def _owner_of_group(group: Any) -> int:
-    """Returns the module id of a group: the parameters of one module that was passed to fully_shard, except those of
-    submodules that were passed to it themselves.
+    """Returns the module id of a group of parameters.
+
+    The group has the parameters of one module that was passed to fully_shard, except those of submodules that were
+    passed to it separately.
     """
     return native.owner_of(group.fsdp_params[0].sharded_param) if group.fsdp_params else 0
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes the tensors that grad_sample_mode="flash_clip" keeps from a layer's backward to the optimizer's step.
 
-The step itself is an Opacus optimizer's: optimizer.py follows its clipping and noise.
+optimizer.py follows clipping and noise in the step, which is that of an Opacus optimizer.
 """
 
 import functools
@@ -17,7 +17,7 @@ _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
 _PROOF = native.Tag(phase=FORWARD, op=_OP)
 _COPIES = native.Tag(category=native.category_id("inputs"), op=_OP)
-# A layer's input: autograd releases it right after the layer's backward, and then only flash_clip holds it.
+# A layer's input. Autograd releases it right after the layer's backward; then only flash_clip holds it.
 _CATEGORIES = {
     name: native.category_id("activation_hooks_opacus_only" if name == "activation_hooks" else name)
     for name in ("activation_hooks", "backprop_copies", "norm_samples", "per_sample_gradients", "summed_gradients")
@@ -29,7 +29,7 @@ _RETAGGED_FROM = tuple(
 
 
 def observe_bookkeeping(attachment: Attachment) -> None:
-    """Patches the class Bookkeeping: every flash_clip model has an instance, and a copy of a model gets another."""
+    """Patches the class Bookkeeping: each flash_clip model has an instance, and a copy of a model has another."""
     attachment.observe("opacus_memprof.clipping.bookkeeping.bookkeeping:Bookkeeping.add", _observe_add)
     attachment.observe("opacus_memprof.clipping.bookkeeping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
     attachment.observe("opacus_memprof.clipping.proof.probe:Probe._choose_ways", _observe_trial)
@@ -48,32 +48,32 @@ def _observe_add(bookkeeping: Bookkeeping, layer: Any, *args: Any) -> CallHook:
 
 
 def _observe_trial(*_: Any) -> CallHook:
-    """In the first step, flash_clip tries how a module's forward can be repeated."""
+    """Observes trials: in the first step, flash_clip tries how a module's forward can be repeated."""
     with _TAG:
         yield
 
 
 def _observe_proof(_: Any, *arguments: Any) -> CallHook:
-    """A proof runs forward and backward passes before the forward that it checks, and keeps nothing."""
+    """Observes a proof, which runs forward and backward passes before the forward that it checks. It keeps nothing."""
     native.tag_inputs((arguments, {}))
     with _PROOF:
         yield
 
 
 def _observe_copies(*_: Any) -> CallHook:
-    """Copies of the batch, which a step is compared with later."""
+    """Observes copies of the batch, with which a step is compared later."""
     with _COPIES:
         yield
 
 
 def _observe_gradients(*_: Any) -> CallHook:
-    """Gradients of the outputs, which a step is compared with later."""
+    """Observes gradients of the outputs, with which a step is compared later."""
     with _GRADIENTS:
         yield
 
 
 def _observe_norms(*_: Any) -> CallHook:
-    """Norms that were deferred to the step."""
+    """Observes norms that were deferred to the step."""
     with _TAG:
         _, norms, _ = yield
     native.retag_if(norms, _RETAGGED_FROM, _CATEGORIES["norm_samples"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the shapes of forward passes, and repeats a forward pass that ran out of memory on fake tensors.
 
-Modules are probed in the forward pass of each batch that is larger than all before it. After a failure, the pass is
+Modules are probed in the forward pass of each batch that is larger than all earlier ones. After a failure, the pass is
 repeated on a copy of the model whose tensors have shapes and no memory. This tells what every module keeps for
 backward, including modules that the real pass did not reach. The model's own code runs a second time then: changes to
 the model stay in the copy, and output is printed twice.
@@ -71,8 +71,9 @@ class FakeForward:
         self._call: Call | None = None
 
     def record_inputs(self, inputs: tuple[Any, Any]) -> None:
-        """Records the shapes of the positional and keyword arguments of a forward pass, and whether autocast is
-        enabled. Arguments cannot be repeated if they contain other objects than tensors and plain values.
+        """Records the shapes of a forward pass's positional and keyword arguments, and whether autocast is enabled.
+
+        Arguments cannot be repeated if they contain objects other than tensors and plain values.
         """
         leaves, structure = tree_flatten(inputs)
         plain = all(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
@@ -86,8 +87,9 @@ class FakeForward:
         self._call = Call(shapes, structure, autocast) if plain else None
 
     def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
-        """Returns what a whole forward pass keeps; None if it cannot be repeated, as with shapes that depend on values,
-        or on one of several ranks.
+        """Returns what a whole forward pass keeps; None if it cannot be repeated.
+
+        Examples are shapes that depend on values, and one of several ranks.
 
         Args:
             layers: the names of the modules whose parameters are trained.
@@ -101,7 +103,7 @@ class FakeForward:
         try:
             if not torch.cuda.is_available():
                 _set_device_guard()
-            # In a thread of its own: the operation that failed has left its dispatch state in this one.
+            # In a separate thread, because the failed operation has left its dispatch state in this thread.
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(_run, named, self._call, frozenset(layers), captures).result()
         except Exception:  # the model's own code may raise anything where values are missing
@@ -112,8 +114,10 @@ class FakeForward:
 
 @cache
 def _set_device_guard() -> None:
-    """Uses fake tensors in a thread that does not end before the process. Where there is no GPU, torch sets a guard for
-    one when they are first used. Torch 2.11 frees it with the thread that did so, and later uses crash.
+    """Uses fake tensors in a thread that lives until the process ends.
+
+    Without a GPU, torch sets a guard for one when fake tensors are first used. Torch 2.11 frees it at the end of the
+    thread that did so, and later uses crash.
     """
     is_set = threading.Event()
 
@@ -150,9 +154,7 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
 
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
-    """Returns a copy of the model with fake tensors and without hooks, and the copies of its modules with their
-    names.
-    """
+    """Returns a copy of the model with fake tensors and without hooks, and its named modules."""
     memo: dict[int, Any] = {}
     for _, module in named:
         for key, value in vars(module).items():
@@ -181,7 +183,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._layers, self._captures = layers, captures
         self._path = [""]  # of the modules whose forward is running
-        self._makers: dict[int, tuple[Any, str]] = {}  # by the storage's address; the storage itself, to stay unique
+        self._makers: dict[int, tuple[Any, str]] = {}  # by the storage's address, with the storage, to keep it unique
         self._kept: set[int] = set()
         self._forwards: dict[str, CaptureShape] = {}
         self._excluded = {id_of(tensor): tensor for tensor in excluded}
@@ -194,8 +196,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def keep(self, tensor: Any) -> None:
-        """Pack hook of autograd. It returns None instead of the tensor: a node that held its own output would never be
-        freed.
+        """Records a tensor that autograd saves. A pack hook of autograd.
+
+        Returns None instead of the tensor, because a node that holds its own output would never be freed.
         """
         if isinstance(tensor, Tensor):
             self._kept.add(id_of(tensor))
@@ -240,7 +243,7 @@ class WatchedModel:
         modules: the modules whose forward passes are probed, with their names.
         forward: repeats its largest forward pass on fake tensors.
         largest_batch: elements of the largest batch whose shapes were recorded.
-        probe_handles: of the probes of the running forward pass.
+        probe_handles: handles of the probes of the running forward pass.
     """
 
     root: "weakref.ref[nn.Module]"
@@ -263,7 +266,7 @@ def watch_model(
     """Probes the forward passes of the model whose shapes were recorded last, until it is detached.
 
     Args:
-        attachment: of the model.
+        attachment: the attachment of the model.
         root: the outermost module.
         named: the user's modules with their names, the model itself first.
         probed: the modules whose forward can be probed.
@@ -299,9 +302,9 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     Args:
         root: the model's outermost module.
         samples: the first dimension of the model's first input.
-        elements: of all inputs.
+        elements: the number of elements of all inputs.
         inputs: positional and keyword arguments.
-        captures_outstanding: no backward has released Opacus' captures of an earlier forward pass.
+        captures_outstanding: whether no backward has released Opacus' captures of an earlier forward pass.
     """
     model, shapes = _watched, observations.layer_shapes()
     if model is None or model.root() is not root:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags the inputs of a step: the batches that a DataLoader yields, their data set if its memory is profiled, and the
-targets of losses.
+"""Tags the inputs of a step.
 
-The line of a training loop that moves labels to the device cannot be wrapped, but a loss function receives them.
-torch's losses are wrapped below `torch.nn.functional`, in the built-in functions that it calls: the public functions
-stay the same objects, which programs have imported, inspect, pickle, script and dispatch on.
+These are the batches that a DataLoader yields, their data set if its memory is profiled, and the targets of losses. The
+line of a training loop that moves labels to the device cannot be wrapped, but a loss function receives them. torch's
+losses are wrapped below `torch.nn.functional`, in the built-in functions that it calls. The public functions stay the
+same objects, which programs import, inspect, pickle, script and dispatch on.
 """
 
 import functools
@@ -26,7 +26,7 @@ from opacus_memprof.recording.faults import CallHook, contain
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED)  # categories of blocks that no hook has attributed yet
 
-# The losses, by the module in which torch.nn.functional looks them up. Their second argument is the target.
+# The losses, by the module in which torch.nn.functional finds them. Their second argument is the target.
 _LOSSES: dict[ModuleType, tuple[str, ...]] = {
     torch._C._nn: (
         "binary_cross_entropy",
@@ -51,8 +51,9 @@ _LOSSES: dict[ModuleType, tuple[str, ...]] = {
 
 
 def tag_dataset(dataset: Any) -> None:
-    """Tags the tensors that are attributes of a data set, as in TensorDataset and torchvision's, as `dataset`. They
-    are not inputs, because they do not grow with the batch.
+    """Tags the tensors that are attributes of a data set, as in TensorDataset and torchvision's, as `dataset`.
+
+    They are not inputs, because they do not grow with the batch.
     """
     if tensors := [tensor for tensor in _tensors_of(dataset) if not tensor.requires_grad]:
         native.retag_if(tensors, _UNCLAIMED, DATASET)
@@ -107,7 +108,7 @@ def _replace_loss(module: ModuleType, name: str, attachment: Attachment) -> None
             _tag_target(args[1] if len(args) > 1 else kwargs.get("target"))
         return loss(*args, **kwargs)
 
-    from torch.jit import _builtins  # knows built-in functions by identity
+    from torch.jit import _builtins  # compares built-in functions by identity
 
     scriptable = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     attachment.on_detach(partial(scriptable.pop, id(wrapper), None))

@@ -26,16 +26,14 @@ from opacus_memprof.recording import native, tracing
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 
-# The classes that wrap the user's model, and their attribute that holds it.
+# The classes that wrap the user's model, and the attribute with the model.
 _WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
 
 _prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # by attached model
 
 
 def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
-    """Prefixes the module names of a second model by `Class#2.`, where another attached model uses one of the names for
-    a different module.
-    """
+    """Prefixes a model's module names by `Class#2.` if another attached model uses one for a different module."""
     used = dict(pair for other in list(_prefixes) for pair in named_modules(other))
     named = list(named_modules(root))
     class_name = type([module for name, module in named if not name][-1]).__name__  # without DDP around it
@@ -49,7 +47,7 @@ def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the user's modules with their fully qualified names.
 
-    The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is left out, because
+    The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is omitted, because
     it is not one of the user's modules. The wrapper's attribute `_module` and DDP's `module` do not appear in names:
     DDP and the model inside have the same name.
     """
@@ -97,8 +95,8 @@ class ModelForwardPreHook:
     def _parameters_moved(self, root: nn.Module) -> bool:
         """Returns whether the first parameter's block has changed since the last forward, as after `model.to(...)`.
 
-        The other parameters are assumed to have moved with it. Even a weak reference to the parameter would keep torch
-        from swapping it, so it is looked up by name every time.
+        The other parameters are assumed to have moved with it. The parameter is looked up by name every time, because
+        even a weak reference to it would keep torch from swapping it.
         """
         if self._first_parameter is None:
             for module in root.modules():
@@ -117,8 +115,9 @@ class ModelForwardPreHook:
 
 
 class ModelForwardHook:
-    """The outermost module's forward hook. Autograd has saved its tensors by now, so captured activations can be
-    settled: either only Opacus holds them, or autograd does too.
+    """The outermost module's forward hook, which settles captured activations.
+
+    Autograd has saved its tensors by now: either only Opacus holds a captured activation, or autograd does too.
     """
 
     __slots__ = ("_pre_hook",)
@@ -132,14 +131,14 @@ class ModelForwardHook:
             return
         native.settle_all((output,))
         forward_shapes.remove_probes(root)
-        if not torch.is_grad_enabled():  # there will be no backward pass, which would end the phase
+        if not torch.is_grad_enabled():  # no backward pass will end the phase
             native.set_phase(self._pre_hook.previous_phase)
 
 
 def owned_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields each parameter once, with the name of the module that owns it.
 
-    The owner is the first module that has the parameter; of nested modules that have it, the innermost, which uses it
+    The owner is the first module that has the parameter. If nested modules have it, it is the innermost, which uses it
     (DPLSTM registers its cells' parameters as its own too).
     """
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -197,11 +196,11 @@ def _unfollow_gradients(reference: "weakref.ref[nn.Module]") -> None:
 def wrap_forwards(attachment: Attachment, root: nn.Module) -> set[nn.Module]:
     """Wraps the forward of each of the user's modules in a tag, and hooks the outermost module.
 
-    Modules inside compiled ones are left out, and those under nn.DataParallel, whose replicas share the attributes of
-    the original modules.
+    Two kinds are omitted: modules inside compiled ones, and modules under nn.DataParallel, whose replicas share the
+    attributes of the original modules.
 
     Returns:
-        The modules that were not left out.
+        The wrapped modules.
     """
     skipped: set[nn.Module] = set()
     scoped: set[nn.Module] = set()

@@ -17,7 +17,8 @@ from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import contain
 
 _CAPTURE_CATEGORIES = ("activation_hooks_shared", "activation_hooks_opacus_only")
-# Forwards in a row that must begin with outstanding captures before that is recorded: fewer may share one backward.
+# Number of consecutive forwards that must begin with outstanding captures before this is recorded: fewer may share one
+# backward.
 _FORWARDS_IN_A_ROW = 3
 
 _at_forward_begin: "deque[dict[int, int]]" = deque(maxlen=_FORWARDS_IN_A_ROW)  # captures by module
@@ -45,8 +46,9 @@ observations.on_clear(_reset)
 def on_forward_begin() -> bool:
     """Records captures that no backward pass will release, and returns whether any are outstanding.
 
-    Counts forwards that begin while captures are outstanding. Three in a row mean that no backward will release them,
-    unless one has released as many before. The observations are updated whenever the number of captures has doubled.
+    Counts forwards that begin while captures are outstanding. Three consecutive ones mean that no backward will release
+    them, unless a backward has released as many before. The observations are updated whenever the number of captures
+    has doubled.
     """
     global _recorded, _most_outstanding, _most_released
     outstanding = observations.captures()
@@ -71,9 +73,9 @@ def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
     """Observes a module's forward that ran again before its captures were released.
 
     Args:
-        module: its id.
-        in_backward: the forward ran inside a backward pass, as activation checkpointing does.
-        refused: Opacus refused to capture, because an earlier capture is still outstanding.
+        module: the module's id.
+        in_backward: whether the forward ran inside a backward pass, as in activation checkpointing.
+        refused: whether Opacus refused to capture, because an earlier capture is still outstanding.
     """
     if in_backward:
         _recomputed.add(module)
@@ -82,8 +84,9 @@ def on_recapture(module: int, in_backward: bool, refused: bool) -> None:
 
 
 def on_step_failure() -> None:
-    """Records outstanding captures when Opacus' step has raised: they may be why per-sample gradients are missing or
-    have another batch size.
+    """Records outstanding captures when Opacus' step has raised.
+
+    They may be the reason why per-sample gradients are missing or have another batch size.
     """
     if observations.captures():
         _record_captures(failed=True)
@@ -114,10 +117,10 @@ def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[A
 
 @contain("observing norm samples")
 def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping[Any, Tensor]) -> None:
-    """Records where Opacus' norm sampler of Linear is wasteful or computes nothing.
+    """Records cases in which Opacus' norm sampler of Linear is wasteful or computes nothing.
 
-    With backprops of 3 dimensions it makes (n, t, t) matrices for n samples of t tokens, which may be larger than
-    per-sample gradients would be. With more than 3 dimensions it returns no norms.
+    For backprops with 3 dimensions it makes (n, t, t) matrices for n samples of t tokens, which may be larger than
+    per-sample gradients. For more than 3 dimensions it returns no norms.
     """
     shape = backprops.shape
     if len(shape) == 2:
@@ -139,7 +142,7 @@ def on_linear_norm_samples(layer: nn.Linear, backprops: Tensor, samples: Mapping
 
 
 def on_reduce_gradients(optimizer: Any) -> None:
-    """Records that Opacus' optimizer adds up the ranks' gradients itself. With flash_clip, DDP does not do it again."""
+    """Records that Opacus' optimizer adds up the ranks' gradients itself. For flash_clip, DDP does not do it again."""
     if optimizer not in _reducing_optimizers and not hasattr(optimizer, "bookkeeping"):
         _reducing_optimizers.add(optimizer)
         observations.record("gradients_reduced", 0, 0)

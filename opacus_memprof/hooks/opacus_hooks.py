@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps what Opacus runs in a training: its module hooks, samplers, functions, ghost clipping and `make_private`.
+"""Wraps the parts of Opacus that run in training: module hooks, samplers, functions, ghost clipping and `make_private`.
 
 Two module hooks do most of the work. The forward hook captures activations. It allocates nothing: Opacus keeps detached
 views of existing tensors, which keeps their storages alive. The core is told which storages these are, so that it can
-tell whether autograd holds them too. The backward hook first allocates a scaled copy of the output's gradient, then
-calls a sampler, and then allocates the zeros that the samples are copied into and that become `p.grad_sample`.
+tell whether autograd holds them too. The backward hook first allocates a scaled copy of the output's gradient. Then it
+calls a sampler. Last, it allocates the zeros that the samples are copied into, which become `p.grad_sample`.
 """
 
 import importlib
@@ -69,13 +69,13 @@ def wrap_sampler(
 ) -> native.Sampler:
     """Wraps a sampler `f(layer, activations, backprops) -> {parameter: result}`.
 
-    The sampler's allocations are `temp_matrices` at first. Its results are retagged when it returns, because only then
-    it is known which blocks they are. A result that is a view of the output's gradient keeps the gradient's category.
+    The sampler's allocations are `temp_matrices` at first. Its results are retagged when it returns, because they are
+    known only then. A result that is a view of the output's gradient keeps the gradient's category.
 
     Args:
         sampler: the function.
         category: the id of its results' category.
-        observer: is called with (layer, backprops, results) after the sampler.
+        observer: called with (layer, backprops, results) after the sampler.
     """
     op = native.op_id(getattr(sampler, "__name__", repr(sampler)))
     return native.Sampler(sampler, native.Tag(category=TEMP_MATRICES, op=op), category, observer)
@@ -118,7 +118,7 @@ def _wrap_functorch(function: Function) -> Function:
 
 
 def _wrap_noise(function: Function) -> Function:
-    """Opacus calls it for one parameter at a time, and passes the parameter's clipped sum as `reference`."""
+    """Wraps the noise function, which Opacus calls for each parameter, with its clipped sum as `reference`."""
     return _tag(function, NOISE)(function, module_of="reference")
 
 
@@ -139,7 +139,7 @@ def _wrap_noise_of_many(function: Function) -> Function:
 
 
 def _wrap_clipping(function: Function) -> Function:
-    """Clips one parameter's gradients during the backward pass."""
+    """Wraps the function that clips one parameter's gradients during the backward pass."""
     tag = _tag(function, CLIPPING_TEMPORARIES)
     return native.ParameterFunction(function, tag, "summed_grad", SUMMED_GRADIENTS, None)
 

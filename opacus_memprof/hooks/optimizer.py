@@ -33,7 +33,7 @@ from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain
 
-# Models in Opacus' mode no_op, where the program sets `grad_sample` itself at a time that hooks cannot know.
+# Models in Opacus' mode no_op, whose program sets `grad_sample` itself, at a time that hooks cannot know.
 _no_op_models: "weakref.WeakKeyDictionary[GradSampleHooksNoOp, None]" = weakref.WeakKeyDictionary()
 
 
@@ -45,9 +45,9 @@ def follow_no_op_model(attachment: Attachment, model: GradSampleHooksNoOp) -> No
 class MethodWrapper:
     """A callable that is set as an attribute of an optimizer, and wraps the optimizer's method of that name.
 
-    It refers weakly to the optimizer: a reference cycle would keep the optimizer's states alive after the program has
-    dropped the optimizer. It never accesses the optimizer's __dict__, which would make CPython materialize that
-    dictionary and look up every attribute more slowly from then on.
+    It has a weak reference to the optimizer: a reference cycle would keep the optimizer's states alive after the
+    program has dropped the optimizer. It never accesses the optimizer's __dict__, because CPython would then
+    materialize that dictionary and look up every attribute more slowly.
     """
 
     __slots__ = ("__wrapped__", "_observation", "_optimizer", "_tagged", "replaced")
@@ -118,7 +118,7 @@ def _observe_add_noise(optimizer: DPOptimizer) -> CallHook:
 def _observe_reduce_gradients(optimizer: DPOptimizer) -> CallHook:
     observers.on_reduce_gradients(optimizer)
     yield
-    native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds those of low precision here
+    native.retag_gradients(optimizer.param_groups, GRADIENTS)  # flash_clip rounds gradients of low precision here
 
 
 def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
@@ -126,7 +126,7 @@ def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     try:
         yield from shapes.observe_zero_grad(optimizer)
     finally:
-        # If the phase was still one of a step, that step has raised: no hook runs when the original optimizer raises.
+        # If the phase is still that of a step, the step has raised: no hook runs when the original optimizer raises.
         native.set_phase(IDLE if previous_phase in _STEP_PHASES else previous_phase)
 
 
@@ -136,7 +136,7 @@ def _tag(category: int, op: str) -> native.Tag:
 
 _STEP_PHASES = (CLIP, ADD_NOISE, OPTIMIZER_STEP)
 
-# The tag that each method runs under, and its observation.
+# The tag under which each method runs, and its observation.
 _METHODS: dict[str, tuple[native.Tag | None, Callable[[Any], CallHook]]] = {
     "pre_step": (None, _observe_pre_step),
     "clip_and_accumulate": (_tag(CLIPPING_TEMPORARIES, "clip_and_accumulate"), _observe_accumulate),
@@ -161,7 +161,7 @@ def _tag_summed_gradients(optimizer: DPOptimizer) -> None:
 
 
 def tag_states(optimizer: Optimizer) -> None:
-    """Tags the optimizer's states (momentum and the like), each for its parameter's module."""
+    """Tags the optimizer's states, such as momentum, each for its parameter's module."""
     for parameter, state in optimizer.state.items():
         native.retag((state,), OPTIMIZER_STATES, native.owner_of(parameter))
 

@@ -46,7 +46,7 @@ _STATE_OPTIONS = ("amsgrad", "momentum", "centered")  # each adds one state tens
 def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tuple[str, nn.Module]]) -> bool:
     """Records the shapes of a model's parameters.
 
-    They replace those of the model before, but a plain model does not replace one of Opacus'.
+    They replace the shapes of the previous model, but a plain model does not replace one of Opacus'.
 
     Args:
         model: the model.
@@ -79,10 +79,10 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
 
 
 def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
-    """Returns the name of the module that each parameter counts for.
+    """Returns the name of the module to which each parameter is assigned.
 
-    That is the first that has it, or a module inside of that, as with Opacus' recurrent layers, whose Linear layers
-    compute with parameters that the outer module has too.
+    This is the first module that has it, or a module inside that one. For example, the Linear layers in Opacus'
+    recurrent layers use parameters that the outer module has too.
     """
     owners: dict[nn.Parameter, str] = {}
     for name, module in named:
@@ -182,9 +182,9 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
 def needs_layout_copy(module: _ConvNd, output: Tensor) -> bool:
     """Returns whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
 
-    cuDNN copies them if it uses tensor cores, which need channels last; oneDNN, because it blocks channels. Tensors
-    that are channels-last already are not copied. A 1x1 convolution is a matmul, and for depthwise convolutions cuDNN
-    has kernels that need no copies.
+    cuDNN copies them if it uses tensor cores, which need channels last. oneDNN copies them because it blocks channels.
+    Tensors that are channels-last already are not copied. A 1x1 convolution is a matmul, and for depthwise convolutions
+    cuDNN has kernels that need no copies.
     """
     is_1x1 = max(module.kernel_size) == 1
     if not output.is_contiguous() or output.dtype == torch.float64:
@@ -202,5 +202,5 @@ def _convolutions_use_tf32() -> bool:
         return bool(precision == "tf32")
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # torch raises it where the old and the new setting contradict each other
+    except RuntimeError:  # torch raises it if the old and the new setting contradict each other
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows models through torch.compile and torch.jit.script.
 
-They must trace the program's own code only, or their graphs would break. So scoped forwards are removed from compiled
-modules, and the model's two forward hooks run around the compiled call instead of inside it.
+They must trace the program's own code only; otherwise their graphs would break. So scoped forwards are removed from
+compiled modules, and the model's two forward hooks run around the compiled call instead of inside it.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ ModelHooks = tuple[Callable[[nn.Module, Any, Any], None], Callable[[nn.Module, A
 
 _followed: "weakref.WeakKeyDictionary[nn.Module, tuple[Attachment, ModelHooks]]" = weakref.WeakKeyDictionary()
 _compiled_results: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]" = weakref.WeakKeyDictionary()
-# Compiling, at the first call, may run a backward pass, which resets the phase; the tag keeps it at forward.
+# Compiling, at the first call, may run a backward pass, which resets the phase; the tag keeps the phase at forward.
 _FORWARD = native.Tag(phase=FORWARD)
-_METHODS_INSIDE_HOOKS = ("forward", "_call_impl")  # nn.Module calls them inside its hooks; Module.compile compiles one
+_METHODS_INSIDE_HOOKS = ("forward", "_call_impl")  # nn.Module calls these inside its hooks, or compiles one
 _running_calls = 0  # compiled calls of followed models that have not returned
 
 
@@ -39,8 +39,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def hooks_suspended() -> bool:
-    """Returns whether the model's hooks must do nothing: they are being traced, or a wrapper around the compiled call
-    has called them already.
+    """Returns whether the model's hooks must do nothing.
+
+    Either they are being traced, or a wrapper around the compiled call has called them already.
     """
     return is_compiling() or _running_calls > 0
 
@@ -55,8 +56,9 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
 
 
 def wrap_torch_compile(attachment: Attachment) -> None:
-    """Patches torch.compile, nn.Module.compile and torch.jit.script. A program that has imported `compile` by name
-    before gets the same results, with more graphs.
+    """Patches torch.compile, nn.Module.compile and torch.jit.script.
+
+    A program that has already imported `compile` by name gets the same results, with more graphs.
     """
     for path, wrap in (
         ("torch:compile", _wrap_compile),
@@ -101,7 +103,7 @@ def _follow_result(model: Any, modules: list[nn.Module], result: Any) -> Any:
             _compiled_results.setdefault(root, weakref.WeakSet()).add(result)
             _wrap_compiled_call(_followed[root][0], result, "forward", root)
     elif root is not None and getattr(model, "__name__", "") not in _METHODS_INSIDE_HOOKS:
-        # A compiled function may be a whole training step, so its phase is left to what it calls.
+        # A compiled function may be a whole training step, so its phase is set by the functions that it calls.
         return _call_hooks_around(result, weakref.ref(root), contextlib.nullcontext())
     return result
 

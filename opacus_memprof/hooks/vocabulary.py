@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ids of the categories and phases that hooks use; csrc/core/vocabulary.h says what each means."""
+"""The ids of the categories and phases that hooks use; csrc/core/vocabulary.h explains them."""
 
 from typing import Final
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads models from the Hugging Face hub, and adds LoRA adapters. Importing it loads neither torch nor the hub's
-client.
-"""
+"""Loads models from the Hugging Face hub, and adds LoRA adapters. Importing it loads neither torch nor the client."""
 
 import os
 import re
@@ -18,8 +16,9 @@ _REFUSED = re.compile(r"\b(gated|private|restricted|unauthorized|40[13])\b", re.
 
 
 def use_cache_if_hub_unreachable() -> None:
-    """Sets HF_HUB_OFFLINE if the hub cannot be reached, because its client would retry for a minute. Call it before the
-    client is imported.
+    """Sets HF_HUB_OFFLINE if the hub cannot be reached, because its client would retry for a minute.
+
+    Call it before the client is imported.
     """
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if "HF_HUB_OFFLINE" in os.environ or urllib.request.getproxies().get(endpoint.scheme):
@@ -37,9 +36,9 @@ def load_pretrained(auto_class: str, model: str, remedy: str, *, token: str | No
     Args:
         auto_class: name of a class of transformers, such as "AutoModelForCausalLM".
         model: an id on the hub or a local path.
-        remedy: what to do if it cannot be loaded, for the message.
-        token: of the hub. Default: HF_TOKEN.
-        options: of `from_pretrained`.
+        remedy: a remedy for the message if it cannot be loaded.
+        token: token of the hub. Default: HF_TOKEN.
+        options: options of `from_pretrained`.
 
     Raises:
         MemprofError: transformers is missing, or the model cannot be loaded.
@@ -60,7 +59,7 @@ def with_adapters(model: Any, rank: int, alpha: int, **options: Any) -> Any:
     """Adds LoRA adapters to a model with peft.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         rank: `r` of LoraConfig.
         alpha: `lora_alpha` of LoraConfig.
         options: further options of LoraConfig.

@@ -10,11 +10,10 @@ from opacus_memprof.integrations.loggers import Logger, StepLog
 
 
 class MemprofCallback(TrainerCallback):
-    """Attaches the Trainer's model and optimizer to the running session, takes a snapshot at the end of each epoch, and
-    logs memory by category.
+    """Attaches the Trainer's model and optimizer to the running session, and logs memory by category.
 
-    It does not change the training. The Trainer does not clear a private optimizer, as Opacus requires between
-    steps: the program does that, as examples/huggingface_trainer.py shows.
+    Takes a snapshot at the end of each epoch. It does not change the training. The Trainer does not clear a private
+    optimizer, as Opacus requires between steps: the program does that, as examples/huggingface_trainer.py shows.
 
     Args:
         loggers: see `opacus_memprof.integrations.loggers`.

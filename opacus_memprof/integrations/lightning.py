@@ -10,8 +10,9 @@ from opacus_memprof.integrations.loggers import Logger, StepLog
 
 
 class MemprofCallback(Callback):
-    """Attaches the model and its optimizers to the running session, takes a snapshot at the end of each epoch, and logs
-    memory by category. What `make_private` has returned is attached already.
+    """Attaches the model and its optimizers to the running session, and logs memory by category.
+
+    Takes a snapshot at the end of each epoch. Results of `make_private` are attached already.
 
     Args:
         loggers: see `opacus_memprof.integrations.loggers`.

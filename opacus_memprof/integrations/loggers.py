@@ -30,14 +30,15 @@ class TensorBoardLogger:
         self._writer = writer
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """Logs each scalar as a chart of its own."""
+        """Logs each scalar as a separate chart."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
 class WandbLogger:
-    """Logs to a run that `wandb.init` has returned, online or offline, which the caller finishes. The x-axis of charts
-    is `memory/step`, because the run's steps may count something else.
+    """Logs to a run that `wandb.init` has returned, online or offline, which the caller finishes.
+
+    The x-axis of charts is `memory/step`, because the run's steps may count something else.
     """
 
     def __init__(self, run: Any) -> None:
@@ -45,7 +46,7 @@ class WandbLogger:
         run.define_metric("memory/*", step_metric="memory/step")
 
     def log(self, scalars: Mapping[str, int], step: int) -> None:
-        """Logs each scalar as a chart of its own."""
+        """Logs each scalar as a separate chart."""
         self._run.log({**scalars, "memory/step": step})
 
 
@@ -74,7 +75,7 @@ def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
     """Logs the peak of each step by category, after training: `memory/cuda:0/step_peak/gradients`, in bytes.
 
     Args:
-        profile: returned by `Session.close`, or by `load_profile`.
+        profile: the result of `Session.close` or `load_profile`.
         loggers: receive the values of each step.
     """
     for name, device in profile.devices.items():
@@ -113,7 +114,7 @@ class StepLog:
         return running
 
     def step_ended(self, step: int) -> None:
-        """Logs, if `step`, the number of steps that have ended, is a multiple of `every`."""
+        """Logs if `step`, the number of completed steps, is a multiple of `every`."""
         if self._loggers and step % self._every == 0:
             values = scalars()
             for logger in self._loggers:

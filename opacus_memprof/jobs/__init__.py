@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs: many runs side by side, each in a process of its own.
+"""Jobs: many runs side by side, each in a separate process.
 
-directory   the directory of their results: locked while it is written; the journal of what has ended
+directory   the directory of their results: locked while it is written; the journal of ended runs
 pool        worker threads that share devices; jobs that have not ended
 processes   child processes that can be killed together
 progress    a line for each run that has ended, and a bar with the time left

@@ -18,7 +18,7 @@ def locked_directory(path: Path, refuse_other_files: Callable[[], object]) -> It
     """A context manager that makes a directory and locks it for this process.
 
     Args:
-        path: absolute.
+        path: the absolute path.
         refuse_other_files: raises MemprofError if the directory holds files that must not be mixed with the results.
             Called before and after locking, because another process may write files in between.
 
@@ -42,14 +42,14 @@ class Journal:
     """A file with one JSON object per line, for each run that has ended.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def exists(self) -> bool:
-        """Returns whether there is such a file."""
+        """Returns whether the file exists."""
         return self._path.exists()
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
-_MEMORY_PER_RUN = 3 * 2**30  # of this machine: a process with torch, and a model that is created on the CPU
+_MEMORY_PER_RUN = 3 * 2**30  # of this machine: for a process with torch, and a model that is created on the CPU
 _MOST_WORKERS = 32
 
 Device = TypeVar("Device")
@@ -23,10 +23,10 @@ def usable_workers() -> int:
 
 
 class DevicePool(Generic[Device]):
-    """Worker threads, one per device. Each job has a device to itself.
+    """Worker threads, one per device. Each job uses a device alone.
 
     Args:
-        devices: anything that tells devices apart, such as the numbers of GPUs; not empty.
+        devices: objects that distinguish devices, such as the numbers of GPUs; not empty.
         pause: seconds between two jobs on a device.
         stop: makes running jobs return soon, for example by killing their processes.
     """

@@ -20,7 +20,7 @@ class Processes:
         """Runs a command with its output in the file `log`.
 
         Returns:
-            The exit code; negative: the signal that killed the process.
+            The exit code; if negative, the number of the signal that killed the process.
         """
         with (
             open(log, "w", encoding="utf-8") as output,
@@ -33,7 +33,7 @@ class Processes:
 
     @contextmanager
     def lines(self, command: Sequence[str], environment: Mapping[str, str]) -> "Iterator[subprocess.Popen[str]]":
-        """A context manager that starts a command and gives its process, whose `stdout` yields lines of text."""
+        """A context manager that starts a command and returns its process, whose `stdout` yields lines of text."""
         with (
             subprocess.Popen(
                 command,
@@ -49,7 +49,7 @@ class Processes:
             yield child
 
     def kill(self) -> None:
-        """Kills all processes, also any that are started later."""
+        """Kills all processes, including later ones."""
         self._killed.set()
         for child in list(self._children):
             child.kill()  # does nothing if it has ended

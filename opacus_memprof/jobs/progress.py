@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def time_left(elapsed: float, elapsed_at_last: float, ended: int, total: int) -> float | None:
-    """Returns the seconds until all runs have ended, at the average time of those before; None before the first ends.
+    """Returns the seconds until all runs have ended, from the average time so far; None before the first ends.
 
     Args:
         elapsed: seconds since the start.
@@ -39,8 +39,8 @@ class ProgressBoard:
     """The progress of many runs, as a context manager that shows it.
 
     Args:
-        console: where it is shown.
-        what: what the bar counts, in the plural.
+        console: the console on which it is shown.
+        what: the plural noun for the counted runs.
         total: number of runs that are known at the start.
         transient: whether the bar disappears at the end.
     """
@@ -69,7 +69,7 @@ class ProgressBoard:
 
     @property
     def position(self) -> str:
-        """How many runs have ended, and the time left: `3 of 9, about 0:01:00 left`."""
+        """The number of ended runs, and the time left: `3 of 9, about 0:01:00 left`."""
         return f"{self._task.completed:.0f} of {self._task.total:.0f}, {_format_time_left(self._task)}"
 
     def add(self, runs: int) -> None:

@@ -23,15 +23,15 @@ class SubmititExecutor(Executor):
     """An executor that submits each call as a job. Jobs inherit the environment of this process.
 
     Args:
-        folder: for submitit's files: what each job was given and has printed.
+        folder: the folder for submitit's files: inputs and output of each job.
         cluster: "slurm", or "local" for processes of this machine.
         options: submitit's parameters, such as {"slurm_partition": "gpu", "timeout_min": 60}, over the defaults.
 
     Attributes:
-        workers: how many jobs run at once at most.
+        workers: the maximum number of jobs that run at once.
 
     Raises:
-        MemprofError: submitit is missing, knows no such parameter, or finds no such cluster.
+        MemprofError: submitit is missing, does not know a parameter, or finds no such cluster.
     """
 
     def __init__(self, folder: Path, cluster: str, options: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class SubmititExecutor(Executor):
             raise MemprofError(f"no jobs can be submitted ({error}): correct --launcher-option") from error
         self.workers = int(parameters.get("slurm_array_parallelism", 1))
         self._is_array = cluster == "slurm"  # submitit's local executor runs the jobs of an array one by one
-        self._jobs: dict[Future[Any], Any] = {}  # that have not ended; only of submitted batches while polled
+        self._jobs: dict[Future[Any], Any] = {}  # jobs that have not ended; while polled, only of submitted batches
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
@@ -60,8 +60,8 @@ class SubmititExecutor(Executor):
         try:
             with self._executor.batch() if self._is_array else contextlib.nullcontext():
                 yield
-        except Exception as error:  # submitit's own, of many kinds
-            raise MemprofError(f"the cluster takes no jobs: {str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # submitit raises many types
+            raise MemprofError(f"the cluster does not accept jobs: {str(error).strip().splitlines()[0]}") from error
         threading.Thread(target=self._poll, name="opacus-memprof jobs", daemon=True).start()
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":
@@ -83,6 +83,6 @@ class SubmititExecutor(Executor):
                 del self._jobs[future]
                 try:
                     future.set_result(job.result())
-                except Exception:  # what the job raised, or submitit's own of a job that died
+                except Exception:  # raised by the job, or by submitit for a job that died
                     future.set_exception(RuntimeError(f"job {job.job_id} ended without a result ({job.state})"))
             self._stopped.wait(_POLL_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles: the categories of bytes, the structures of all files, and their directory. Needs no torch.
 
-Not called `profile`, which is the public function that records one.
+The package is not called `profile`, because that is the public function that records one.
 """

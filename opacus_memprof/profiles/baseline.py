@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a file of pytest baselines, which docs/pytest.md explains."""
+"""The structure of a file of pytest baselines. docs/pytest.md explains it."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from opacus_memprof.profiles.profile import Groups
 
 
 class BaselineKey(JsonObject):
-    """What a peak depends on: the device's name, the versions of torch and Opacus, and the grad-sample modes."""
+    """The conditions of a peak: the device's name, the versions of torch and Opacus, and the grad-sample modes."""
 
     device: str
     torch: str
@@ -22,10 +22,10 @@ class Baseline(JsonObject):
     """A test's peak.
 
     Attributes:
-        peak_bytes: requested bytes; `step` and `phase` say when.
-        modules: the same by module and category.
-        virtual_gpu: the kind, where it was measured on a virtual GPU; absent for real devices. A real one of the same
-            name allocates the same, so either is compared with the other.
+        peak_bytes: requested bytes at the peak; `step` and `phase` say when it was.
+        modules: peak bytes by module and category.
+        virtual_gpu: the kind of the virtual GPU; absent for real devices. A real device of the same name allocates the
+            same, so the two are comparable.
     """
 
     key: BaselineKey
@@ -37,7 +37,7 @@ class Baseline(JsonObject):
 
 
 class BaselineFile(JsonObject, kw_only=True):
-    """The entries of one name, one for each key."""
+    """The entries with one name, one for each key."""
 
     format: Literal[1] = FORMAT
     baselines: list[Baseline]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of categories: their meaning, colours and properties.
 
-All code that names a category reads this table. csrc/core/vocabulary.h, whose numbers are part of the event
-file's format, and the table in docs/categories.md are checked against it by tests/unit/test_categories.py.
+All code that names a category reads this table. tests/unit/test_categories.py compares it with csrc/core/vocabulary.h,
+whose numbers are part of the event file's format, and with the table in docs/categories.md.
 
-Related categories have related hues: model state is blue, what autograd saves green, what only privacy needs red to
-purple, temporaries yellow, communication and libraries turquoise, the rest grey. Hues, lightness and chroma were chosen
-by a search in OKLab (Ottosson 2020) for the largest smallest distance between two categories, as people see them
-with normal vision, protanopia and deuteranopia (Machado et al. 2009). They serve light and dark backgrounds.
+Related categories have related hues. Model state is blue, memory that autograd saves green, memory that only privacy
+needs red to purple, temporaries yellow, communication and libraries turquoise, the rest grey. A search in OKLab
+(Ottosson 2020) chose hues, lightness and chroma for the largest smallest distance between two categories, as people see
+them with normal vision, protanopia and deuteranopia (Machado et al. 2009). The colours work on light and dark
+backgrounds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,9 +30,9 @@ class Category:
         per_sample: whether it grows with the number of samples in the batch.
         private: whether only private training has it.
         resident: whether it stays from step to step, with the same size for every mode.
-        part: the name in profile.json of a part of activation_hooks, which the live counters count separately; else
-            None.
-        live: whether only live views have it, because a profile knows what became of these bytes.
+        part: the name in profile.json of a part of activation_hooks, which the live counters count separately;
+            otherwise None.
+        live: whether only live views have it. A profile has the final category of these bytes instead.
         core: whether the C++ core has an id for it; others get ids like a program's own categories.
     """
 
@@ -131,7 +132,7 @@ CATEGORIES: Final = (
 BY_NAME: Final = {category.name: category for category in CATEGORIES}
 # The parts of activation_hooks: the live counters' name → profile.json's.
 PARTS: Final = {category.name: category.part for category in CATEGORIES if category.part is not None}
-# What profile.json and reports can have, in the order of a stack; a program's own categories come on top.
+# Categories in profile.json and reports, in the order of a stack; a program's own categories come on top.
 REPORTED: Final = tuple(category.name for category in CATEGORIES if category.part is None and not category.live)
 PER_SAMPLE: Final = frozenset(category.name for category in CATEGORIES if category.per_sample)
 PRIVATE: Final = frozenset(category.name for category in CATEGORIES if category.private)
@@ -143,13 +144,14 @@ NOT_IN_CORE: Final = tuple(
 
 
 def reported_name(category: str) -> str:
-    """Returns a live counters' category as reports name it: both parts of activation_hooks have one name."""
+    """Returns the report's name of a live counters' category: both parts of activation_hooks have one name."""
     return ACTIVATION_HOOKS if category in PARTS else category
 
 
 def name_at_failure(category: str) -> str:
-    """Returns a live counters' category as reports of failures name it: live blocks of a forward pass count as
-    activations.
+    """Returns the name of a live counters' category in reports of failures.
+
+    There, live blocks of a forward pass count as activations.
     """
     return "activations" if category == FORWARD_UNDECIDED else reported_name(category)
 

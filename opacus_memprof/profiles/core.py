@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled core: replays and follows event files. Needs no torch, so that profiles are read where there is none.
+"""The compiled core, which replays and follows event files. Needs no torch, so profiles can be read without it.
 
-Raises ImportError, with one sentence and what to do, when it has not been built or cannot be loaded.
+Raises:
+    ImportError: it has not been built or cannot be loaded. The message is one sentence with a remedy.
 """
 
 try:

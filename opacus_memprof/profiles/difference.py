@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structures of differences between two profiles, as analysis.diff and analysis.tax compute them.
 
-Sizes are signed bytes; what did not change is left out.
+Sizes are signed bytes; unchanged sizes are omitted.
 """
 
 from opacus_memprof.profiles.json_object import JsonObject
@@ -9,7 +9,7 @@ from opacus_memprof.profiles.profile import Groups, Sizes
 
 
 class PeakDifference(JsonObject):
-    """One peak less another: Σ `categories` = Σ `modules` = `total`."""
+    """One peak minus another: Σ `categories` = Σ `modules` = `total`."""
 
     total: int
     categories: Sizes
@@ -17,7 +17,7 @@ class PeakDifference(JsonObject):
 
 
 class DiffPeak(JsonObject):
-    """When a peak was, and its bytes by category."""
+    """The step and phase of a peak, and its bytes by category."""
 
     requested_bytes: int
     phase: str
@@ -26,7 +26,7 @@ class DiffPeak(JsonObject):
 
 
 class DiffPhase(JsonObject):
-    """The peaks of a phase, None where a run has no such phase, and their difference."""
+    """The peaks of a phase (None for a run without the phase) and their difference."""
 
     total: int
     before_bytes: int | None
@@ -43,17 +43,17 @@ class DeviceDiff(PeakDifference):
 
 
 class Diff(JsonObject):
-    """The differences between two profiles by device, and notes on what else differs."""
+    """The differences between two profiles by device, and notes on other differences."""
 
     devices: dict[str, DeviceDiff]
     notes: list[str]
 
 
 class DeviceTax(PeakDifference):
-    """The private run's peak on a device less the vanilla one's: `total` = private_bytes - vanilla_bytes.
+    """The private run's peak on a device minus the vanilla run's: `total` = private_bytes - vanilla_bytes.
 
-    Captures that autograd holds as well count as the activations that they are without Opacus; `opacus_only` is what
-    Opacus alone holds of them, the private run's share of activation_hooks.
+    Captures that autograd also holds count as the activations that they are without Opacus. `opacus_only` is the
+    private run's share of activation_hooks that only Opacus holds.
     """
 
     private_bytes: int
@@ -62,7 +62,7 @@ class DeviceTax(PeakDifference):
 
 
 class Tax(JsonObject):
-    """What privacy adds by device, and notes on what else differs."""
+    """The memory that privacy adds, by device, and notes on other differences."""
 
     devices: dict[str, DeviceTax]
     notes: list[str] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory of one profile: one writer at a time, which overwrites no other files.
 
-Needs no torch: `opacus-memprof run` claims its directory before the script has imported anything.
+Needs no torch: `opacus-memprof run` claims its directory before the program has imported anything.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from opacus_memprof.profiles.launch import Launch
 
 DEFAULT_DIRECTORY = "memprof_profile"
 EVENT_BYTES = 32  # a record of the event file
-EVENT_HEADER_BYTES = 4096  # what the event file has before its first record
+EVENT_HEADER_BYTES = 4096  # bytes of the event file before its first record
 DEFAULT_MAX_EVENTS = 2**25  # 1 GiB
 MOST_EVENTS = 2**40  # 32 TiB: a process can map that many
 
@@ -26,23 +26,23 @@ META = "meta.json"
 SNAPSHOTS = "snapshots.jsonl"
 PROFILE = "profile.json"
 OOM_REPORTS = ("oom_report.txt", "oom_report.json", "oom_report.html")
-PRIVACY_CHECK = "privacy_check.json"  # beside a checkpoint, too
+PRIVACY_CHECK = "privacy_check.json"  # also next to a checkpoint
 LOCK = ".lock"
 RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
-PLAN = "plan.json"  # of `opacus-memprof plan`, beside the profile of the run that it is about
-PLANNED_RUNS = "runs.jsonl"  # the virtual runs of a plan, and RUNS their directories
+PLAN = "plan.json"  # of `opacus-memprof plan`, in the profile of the planned run
+PLANNED_RUNS = "runs.jsonl"  # the virtual runs of a plan; RUNS has their directories
 RUNS = "runs"
-REPORT = "memprof"  # what `opacus-memprof report` calls its files
+REPORT = "memprof"  # base name of the files that `opacus-memprof report` writes
 
 _UNFINISHED = f"{META}.tmp"
-# In the order in which they are removed: until the last has gone, one is left that tells that this was a profile.
+# In the order of removal: until the last file is removed, one is left that shows that this was a profile.
 _FILES = (SNAPSHOTS, *OOM_REPORTS, PRIVACY_CHECK, PROFILE, EVENTS, _UNFINISHED, META)
 
-# Some network and cluster file systems have no locks: there, nobody stops two profilers of one directory.
+# Some network and cluster file systems have no locks: there, two profilers may write one directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
-_LATER_PIECES = "events.[0-9]*.bin"  # of a long run's events, after EVENTS
+_LATER_PIECES = "events.[0-9]*.bin"  # later events of a long run, after EVENTS
 _REPORTS = re.compile(rf"{REPORT}[.-].*")
 _MAGIC = b"OMEMPROF"  # kMagic of csrc/core/event.h
 _SUMMARY = b'{"format":1,"versions":{'  # of profile.json
@@ -51,11 +51,11 @@ _FIRST_BYTES = 5 * 1024 * 1024  # the event file's first chunk (4 MiB), its head
 
 
 def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
-    """Claims `path`; in a job of several processes, this process' own directory in it: `rank_0`, `rank_1` …
+    """Claims `path` or, in a job of several processes, this process' own directory in it, such as `rank_0`.
 
     Raises:
-        MemprofError: as ProfileDirectory does; or `path` holds something else than the ranks of a job; or the
-            launcher's variables make no sense.
+        MemprofError: see ProfileDirectory; or `path` holds other files than the ranks of a job; or the launcher's
+            variables are contradictory.
     """
     launch = Launch.from_environment()
     if launch is None:
@@ -65,7 +65,10 @@ def claim(path: str | os.PathLike[str]) -> "ProfileDirectory":
 
 
 def rank_directories(path: Path) -> dict[int, Path]:
-    """The directories of a job's ranks in `path`, by rank; {} if that is the profile of one process, or none."""
+    """Returns the directories of a job's ranks in `path`, by rank.
+
+    Returns {} if `path` is the profile of one process, or none.
+    """
     if not path.is_dir() or (path / EVENTS).exists():
         return {}
     directories = {}
@@ -77,18 +80,19 @@ def rank_directories(path: Path) -> dict[int, Path]:
 
 
 class ProfileDirectory:
-    """Claims `path` for this process until `release`; what an earlier profile left there stays until `clear`.
+    """Claims `path` for this process until `release`. Files of an earlier profile stay until `clear`.
 
     Attributes:
-        path: absolute.
-        launch: of a rank's directory, which process of the job this is.
+        path: the absolute path.
+        launch: for a rank's directory, the process of the job.
 
-    Raises MemprofError when the directory cannot be written, holds files that are not a profile, is being
-    written by another profiler, or has no room for the first events.
+    Raises:
+        MemprofError: the directory cannot be written, holds files that are not a profile, is being written by another
+            profiler, or has no room for the first events.
     """
 
     def __init__(self, path: str | os.PathLike[str], launch: Launch | None = None) -> None:
-        self.path = Path(path).absolute()  # the program may change its own
+        self.path = Path(path).absolute()  # the program may change its working directory
         self.launch = launch
         self._made = not self.path.exists()
         _refuse_unless_replaceable(self.path)
@@ -108,8 +112,9 @@ class ProfileDirectory:
             )
 
     def clear(self) -> None:
-        """Removes the profile that was there before; rank 0 also the summary of all ranks, and the ranks of an earlier
-        job that had more.
+        """Removes the earlier profile.
+
+        Rank 0 also removes the summary of all ranks, and the ranks of an earlier job that had more.
         """
         for file in self._files():
             file.unlink()
@@ -117,7 +122,7 @@ class ProfileDirectory:
             (self.path.parent / RANKS).unlink(missing_ok=True)
             for rank, directory in rank_directories(self.path.parent).items():
                 if rank >= self.launch.world_size:
-                    with contextlib.suppress(MemprofError, OSError):  # in use, or somebody else's
+                    with contextlib.suppress(MemprofError, OSError):  # in use, or not a profile
                         earlier = ProfileDirectory(directory)
                         earlier.clear()
                         earlier.release()
@@ -128,7 +133,7 @@ class ProfileDirectory:
         return [file for file in files if file.is_file()]
 
     def release(self) -> None:
-        """Releases the directory for other profilers, and removes it if it was made by this one and is empty."""
+        """Releases the directory for other profilers. Removes it if this profiler made it and it is empty."""
         if self._lock is None:
             return
         if os.getpid() == self._pid:  # a forked child shares the lock and must not end it
@@ -142,8 +147,12 @@ class ProfileDirectory:
 
 
 def _refuse_unless_replaceable(path: Path) -> None:
-    """Raises MemprofError unless the directory is empty, or a file in it is a profiler's. A session may have had no
-    events, and one that was killed may have begun no more than one of its files.
+    """Raises MemprofError unless the directory is empty, or one of its files is a profiler's.
+
+    A session may have had no events, and a killed session may have only begun one of its files.
+
+    Raises:
+        MemprofError: the directory holds other files only.
     """
     if not path.is_dir():
         return
@@ -154,22 +163,25 @@ def _refuse_unless_replaceable(path: Path) -> None:
         with contextlib.suppress(OSError), open(path / name, "rb") as file:
             if beginning.startswith(file.read(len(beginning))):
                 return
-    raise _foreign_files_error(path)
+    raise MemprofError(_foreign_files(path))
 
 
-def _foreign_files_error(path: Path) -> MemprofError:
-    return MemprofError(f"{path} holds files that are not a profile, which stay as they are: choose another directory")
+def _foreign_files(path: Path) -> str:
+    return f"{path} holds files that are not a profile, and was not changed: choose another directory"
 
 
 def refuse_foreign_files(path: Path) -> None:
     """Raises MemprofError if `path` holds more than a profile, its reports and its ranks' directories.
 
-    For a caller who removes the profile for another process, which would refuse the files that are left.
+    Used before the profile is removed for another process, which would refuse the remaining files.
+
+    Raises:
+        MemprofError: `path` holds other files.
     """
     known = {*_FILES, LOCK, RANKS, *(rank.name for rank in rank_directories(path).values())}
     known |= {piece.name for piece in path.glob(_LATER_PIECES)}
     if path.is_dir() and not all(entry.name in known or _REPORTS.fullmatch(entry.name) for entry in path.iterdir()):
-        raise _foreign_files_error(path)
+        raise MemprofError(_foreign_files(path))
 
 
 def _refuse_unless_job(path: Path) -> None:
@@ -177,18 +189,20 @@ def _refuse_unless_job(path: Path) -> None:
     if not path.is_dir() or rank_directories(path) or _is_empty(path):
         return
     what = "the profile of one process" if (path / EVENTS).exists() else "files that are not a profile of several ranks"
-    raise MemprofError(f"{path} holds {what}, which stays as it is: choose another directory")
+    raise MemprofError(f"{path} holds {what}, and was not changed: choose another directory")
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether there is nothing but a lock and the reports of an earlier profile."""
+    """Returns whether the directory has only a lock and the reports of an earlier profile."""
     return all(entry.name == LOCK or _REPORTS.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def lock(directory: Path) -> int:
     """Locks the directory, and returns the open descriptor that holds the lock. Executed programs do not inherit it.
 
-    Raises MemprofError if another profiler holds the lock, and OSError if the directory cannot be written.
+    Raises:
+        MemprofError: another profiler holds the lock.
+        OSError: the directory cannot be written.
     """
     path = directory / LOCK
     while True:
@@ -206,7 +220,7 @@ def lock(directory: Path) -> int:
             if error.errno not in _NO_LOCKS:
                 raise
             return descriptor
-        # The owner before may have removed the file between the two calls: then the lock is on nothing.
+        # The previous owner may have removed the file between the two calls: then the lock has no effect.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 os.ftruncate(descriptor, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of the result of an experiment's run, which docs/experiments.md explains.
+"""The structure of an experiment run's result. docs/experiments.md explains it.
 
-Fields that end in `_mb` are in MB of 2**20 bytes; the units of the others are those of profiles.profile.
+Fields that end in `_mb` are in MB of 2**20 bytes; the units of other fields are those of profiles.profile.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ from opacus_memprof.profiles.profile import (
 
 
 class RunConfiguration(JsonObject):
-    """The fields of experiments.configuration.Configuration; those that later releases have added may be absent."""
+    """The fields of experiments.configuration.Configuration; fields of later releases may be absent."""
 
     model: str
     mode: str
@@ -54,7 +54,7 @@ class RunConfiguration(JsonObject):
 
 
 class RunProgress(JsonObject):
-    """What the run was doing last, the optimizer's steps that have ended, and how many there were to be."""
+    """The last state of the run, the number of completed optimizer steps, and their planned number."""
 
     stage: str
     steps_completed: int
@@ -62,7 +62,7 @@ class RunProgress(JsonObject):
 
 
 class RunEnvironment(JsonObject):
-    """The device's name and memory, and versions; None where there is none, or it was not looked at."""
+    """The device's name and memory, and versions; None if absent or not examined."""
 
     device_name: str | None
     torch: str
@@ -77,7 +77,7 @@ class RunEnvironment(JsonObject):
 
 
 class DataSource(JsonObject):
-    """Where the batches came from: "snli", "own" or "synthetic", and a sentence on why."""
+    """The source of the batches, "snli", "own" or "synthetic", and a sentence with the reason."""
 
     source: str
     reason: str
@@ -88,7 +88,7 @@ class StageSnapshot(DeviceSnapshot, kw_only=True):
 
     Attributes:
         timestamp: seconds since 1970.
-        peak_bytes: the highest since the snapshot before; None where events are missing.
+        peak_bytes: the highest since the previous snapshot; None where events are missing.
     """
 
     allocated_mb: float | None
@@ -98,7 +98,7 @@ class StageSnapshot(DeviceSnapshot, kw_only=True):
 
 
 class RunTimeline(Timeline, omit_defaults=True):
-    """A timeline of at most about 500 rows; without any where nothing was measured."""
+    """A timeline of at most about 500 rows; no rows if nothing was measured."""
 
     event: list[int] = []
     time_ns: list[int] = []
@@ -119,7 +119,7 @@ class BestSuggestion(JsonObject):
 
 
 class AllocatorPeak(JsonObject):
-    """What torch's own allocator has counted at most."""
+    """The highest count of torch's own allocator."""
 
     max_allocated_bytes: int
     max_reserved_bytes: int
@@ -131,15 +131,15 @@ class ExperimentResult(JsonObject, kw_only=True):
     Attributes:
         experiment: the mode.
         status: "finished", "out_of_memory", "failed" or "killed".
-        error: a sentence on why it did not finish, or None. `refused`: whether the user can fix it.
+        error: a sentence with the reason why it did not finish, or None. `refused`: whether the user can fix it.
         parameters: `total` and `trainable`.
-        tax: what privacy costs, as analysis.tax.dp_tax returns it, where there was a run without.
-        avg_time_ms, step_times_ms: of the measured steps.
-        device: whose memory this is. `peak`, `phases`, `steps`, `out_of_memory`: as its profile.json has them.
-        peak_memory_mb: allocated at the peak. `breakdown`: then, by category.
-        oom_report: its path, from the file's directory. `profile`: the profile's directory, beside the file.
+        tax: the cost of privacy, from analysis.tax.dp_tax, if there was a run without privacy.
+        avg_time_ms, step_times_ms: times of the measured steps.
+        device: the device of the memory figures. `peak`, `phases`, `steps`, `out_of_memory`: as in its profile.json.
+        peak_memory_mb: allocated at the peak. `breakdown`: memory at the peak, by category.
+        oom_report: its path, relative to the file's directory. `profile`: the profile's directory, next to the file.
         virtual: of a run on virtual GPUs, which has no times; absent for real ones.
-        ranks: of several processes, the summary of all as ranks.json has it.
+        ranks: for several processes, the summary of all, as in ranks.json.
     """
 
     format: Literal[1] = FORMAT

@@ -39,8 +39,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes UTF-8 text atomically, and returns the path. Text that is not Unicode is escaped. Raises MemprofError if
-    the file cannot be written.
+    """Writes UTF-8 text atomically, and returns the path. Text that is not Unicode is escaped.
+
+    Raises:
+        MemprofError: the file cannot be written.
     """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -51,12 +53,12 @@ def read_object(path: Path, remedy: str = "remove it, or profile again") -> dict
     """Reads a JSON object from a file.
 
     Raises:
-        MemprofError: the file cannot be read or holds no JSON object. `remedy` says what to do then.
+        MemprofError: the file cannot be read or does not hold a JSON object. The message ends with `remedy`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
         raise MemprofError(f"{path} cannot be read ({error}): {remedy}") from error
+    if not isinstance(content, dict):
+        raise MemprofError(f"{path} cannot be read (it is not a JSON object): {remedy}")
     return content

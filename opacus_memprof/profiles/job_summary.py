@@ -30,7 +30,7 @@ class Rank(JsonObject):
         directory: name of its directory in the job's.
         events, dropped: recorded and lost events.
         device: the device with its highest peak, `peak`; None without one.
-        steps: optimizer steps that have ended.
+        steps: completed optimizer steps.
         outside_pytorch: the most bytes used on the device outside PyTorch, at a snapshot.
         other_devices: peaks on other devices.
     """
@@ -99,10 +99,10 @@ class JobSummary(JsonObject, kw_only=True):
     Attributes:
         launch: launch of one of the ranks.
         status: the worst status of the ranks; a missing rank counts as killed.
-        versions, virtual: those of the first rank.
+        versions, virtual: versions and virtual GPUs of the first rank.
         played: the ranks that ran, if only some ranks of a simulated job did.
         missing: ranks without a profile.
-        imbalance: of the ranks that ended a step, or of all ranks if none did; None if no rank has a peak.
+        imbalance: over the ranks that ended a step, or over all ranks if none did; None if no rank has a peak.
         findings: findings of the ranks; if several ranks have the same one, the one with the most bytes.
         warnings: contradictions between ranks, and the ranks' own warnings.
     """

@@ -22,7 +22,7 @@ T = TypeVar("T", bound="JsonObject")
 class JsonObject(msgspec.Struct, kw_only=True, eq=False):
     """A JSON object with known fields.
 
-    Fields are attributes, `profile.devices`. What reads the file as plain JSON also reads this: `profile["devices"]`,
+    Fields are attributes: `profile.devices`. Code for plain JSON works as well: `profile["devices"]`,
     `profile.get("virtual")`, `{**peak}`, and comparisons with plain dicts. A field that is UNSET is absent.
     """
 
@@ -58,12 +58,12 @@ class JsonObject(msgspec.Struct, kw_only=True, eq=False):
             return NotImplemented
         return self._content() == dict(other)
 
-    def __ne__(self, other: object) -> bool:  # msgspec's own would compare by type
+    def __ne__(self, other: object) -> bool:  # msgspec's own method would compare by type
         return not self == other
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """Serializes to one JSON document and a newline. Text that is not Unicode, as in some file names, is escaped."""
+    """Serializes to one JSON document and a newline. Escapes text that is not Unicode, such as in some file names."""
     separators = (",", ":") if indent is None else None
     return json.dumps(content, indent=indent, separators=separators, default=msgspec.to_builtins) + "\n"
 
@@ -72,8 +72,8 @@ def read_json_object(path: Path, kind: type[T], remedy: str = REMEDY) -> T:
     """Reads a structure of type `kind` from a JSON file.
 
     Raises:
-        MemprofError: it cannot be read, is of a newer format, or lacks a field or has one of another type; `remedy` is
-            what to do then.
+        MemprofError: the file cannot be read, has a newer format, lacks a field or has one of another type. The message
+            ends with `remedy`.
     """
     content = read_object(path, remedy)
     check_format(path, content, remedy)
@@ -93,12 +93,16 @@ def convert_json(content: Any, kind: type[T], source: str, remedy: str = REMEDY)
 
 
 def check_format(path: Path, content: dict[str, Any], remedy: str = REMEDY) -> None:
-    """Raises MemprofError if `content` has another `format` than this release writes."""
+    """Raises MemprofError if this release cannot read the `format` of `content`.
+
+    Raises:
+        MemprofError: the format is unknown or newer. The message names `path` and ends with a remedy.
+    """
     version = content.get("format")
     if version == FORMAT:
         return
     if not isinstance(version, int) or isinstance(version, bool) or version < FORMAT:
-        raise MemprofError(f"{path} is not the profiler's, for its format is {version!r}: {remedy}")
+        raise MemprofError(f"{path} is not the profiler's, because its format is {version!r}: {remedy}")
     versions = content.get("versions") or content.get("environment")
     writer = versions.get("opacus_memprof") if isinstance(versions, dict) else None
     needed = f"opacus-memprof {writer}, which wrote it, or newer" if writer else "a newer opacus-memprof"
@@ -117,20 +121,20 @@ _TYPES = {
 
 
 def _error_message(content: Any, kind: type[JsonObject], error: msgspec.ValidationError) -> str:
-    """A sentence on what is wrong, from msgspec's "Expected `int`, got `str` - at `$.devices[...].peak`"."""
+    """Returns a sentence that explains an error such as "Expected `int`, got `str` - at `$.devices[...].peak`"."""
     problem, _, at = str(error).partition(" - at `$")
     place = _field_path(content, kind, str(error), at.rstrip("`"))
     if problem.startswith("Object missing required field"):
         field = problem.split("`")[1]
-        return f"is not the profiler's, for it lacks {f'{place}.{field}' if place else field}"
+        return f"is not the profiler's, because it lacks {f'{place}.{field}' if place else field}"
     words = [_TYPES.get(name, name) for part in problem.split("`")[1::2] for name in part.split(" | ")]
     if not problem.startswith("Expected") or len(words) < 2:
         return f"is not the profiler's ({problem}{f' in {place}' if place else ''})"
-    return f"is not the profiler's, for {place or 'it'} should be {' or '.join(words[:-1])} and is {words[-1]}"
+    return f"is not the profiler's, because {place or 'it'} should be {' or '.join(words[:-1])} and is {words[-1]}"
 
 
 def _field_path(content: Any, kind: type[JsonObject], message: str, path: str) -> str:
-    """The path of the wrong field: msgspec's, with the keys of dicts instead of `[...]`. Changes `content`."""
+    """Returns the path of the wrong field: msgspec's, with the keys of dicts instead of `[...]`. Changes `content`."""
     place, inside = "", content
     for name, index in re.findall(r"\.(\w+)|\[(\d+|\.{3})\]", path):
         if index.isdecimal():
@@ -142,7 +146,7 @@ def _field_path(content: Any, kind: type[JsonObject], message: str, path: str) -
 
 
 def _wrong_key(inside: dict[str, Any], content: Any, kind: type[JsonObject], message: str) -> str:
-    """The key of `inside`, a part of `content`, that alone causes the same message. Removes the other keys."""
+    """Returns the key of `inside`, a part of `content`, that causes the same message alone. Removes other keys."""
     for key, value in list(inside.items()):
         inside.clear()
         inside[key] = value

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch of a process of a distributed job, read from its launcher's environment variables.
 
-torchrun and accelerate (and whatever else sets RANK and WORLD_SIZE), Open MPI, and SLURM's srun. Needs no torch.
+Supports torchrun, accelerate (and other launchers that set RANK and WORLD_SIZE), Open MPI, and SLURM's srun. Needs no
+torch.
 """
 
 import os
@@ -12,7 +13,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.json_object import JsonObject
 
 # The variables of each launcher: rank, world size, local rank. A batch script outside srun has SLURM_PROCID as well,
-# but no SLURM_STEP_NUM_TASKS. The first launcher found counts: torchrun runs under srun, not the other way round.
+# but no SLURM_STEP_NUM_TASKS. The first launcher found is used: torchrun runs under srun, not the other way round.
 _VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -42,7 +43,7 @@ class Launch(JsonObject):
         job: the launcher's name for the job.
         launcher: the id of the parent process, which all processes of one machine share.
         restart: how often the launcher restarted the job's processes.
-        played: the ranks that run, if a job is simulated by some of its ranks on virtual GPUs; else None.
+        played: the ranks that run, if a job is simulated by some of its ranks on virtual GPUs; otherwise None.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class Launch(JsonObject):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch | None":
-        """The launch of this process; None if it is the only process.
+        """Returns the launch of this process; None if it is the only process.
 
         Raises:
             MemprofError: the variables are not numbers, or contradict each other.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of the model and of its activations, as hooks have recorded them. From these, the report of a run that ran
-out of memory computes what the rest of the step needs.
+"""The shapes of the model and of its activations, as hooks have recorded them.
 
-They are numbers and names, as many as the model has modules, and the latest few thousand batch sizes.
+The report of a run that ran out of memory computes from these how much the rest of the step needs. They are numbers and
+names, as many as the model has modules, and the latest few thousand batch sizes.
 """
 
 from collections import deque
@@ -14,16 +14,16 @@ _BATCHES = 4096
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The parameters of a module that are trained, without those of its submodules.
+    """The trained parameters of a module, without those of its submodules.
 
     Attributes:
         kind: the class' name.
-        bytes: of the parameters.
-        weight, bias: their elements; all that is not bias is weight.
+        bytes: bytes of the parameters.
+        weight, bias: elements of the weight and of the bias; every parameter that is not a bias counts as weight.
         rows, columns: of the weight, flattened from its second dimension on; 0 without such a weight.
-        groups, kernel_positions: of a convolution: its groups, and the number of elements of its kernel (9 for 3x3).
+        groups, kernel_positions: for a convolution: its groups, and the number of elements of its kernel (9 for 3x3).
         norm_sampler: whether Opacus has a norm sampler for this class, for ghost clipping.
-        tied_to: the module that the weight counts for, if this module shares it; rows and columns are still the
+        tied_to: the module to which the weight is assigned, if this module shares it; rows and columns are still the
             weight's.
     """
 
@@ -44,11 +44,13 @@ class CaptureShape:
     """The input and output of a module in its largest forward pass.
 
     Attributes:
-        samples: the first dimension of the input. tokens: positions of each sample: the dimensions between batch and
-        features, or a convolution's output positions. input_bytes, output_bytes: of all samples. element_bytes: of an
-        element of the output. from_leaf: the input needs no gradient. layout_copied: of a convolution: its library
-        computes in another memory layout than its tensors have. calls: of the module in one forward pass, over which
-        tokens and bytes are added up.
+        samples: the first dimension of the input.
+        tokens: positions per sample: the dimensions between batch and features, or a convolution's output positions.
+        input_bytes, output_bytes: bytes of all samples.
+        element_bytes: bytes of an element of the output.
+        from_leaf: whether the input needs no gradient.
+        layout_copied: whether a convolution's library uses another memory layout than its tensors have.
+        calls: calls of the module in one forward pass, over which tokens and bytes are added up.
     """
 
     samples: int
@@ -61,7 +63,7 @@ class CaptureShape:
     calls: int = 1
 
     def with_call(self, other: "CaptureShape") -> "CaptureShape":
-        """The shape with that of another call added."""
+        """Returns the shape with that of another call added."""
         return replace(
             self,
             tokens=self.tokens + other.tokens,
@@ -74,12 +76,12 @@ class CaptureShape:
 
 @dataclass(frozen=True)
 class WholeForward:
-    """What a whole forward pass keeps, as found without running it on the device.
+    """The memory that a whole forward pass keeps, as found without running it on the device.
 
     Attributes:
-        forwards: as in TrainingShapes.
+        forwards: see TrainingShapes.
         kept: bytes of activations that live until backward, by the module that allocates them.
-        largest: the largest of these, by module.
+        largest: the largest activation of each module.
     """
 
     forwards: dict[str, CaptureShape]
@@ -94,20 +96,21 @@ class TrainingShapes:
     Attributes:
         mode: Opacus' grad_sample_mode ("fast" for ghost without norm samplers), "flash_clip", or "" for a model without
             Opacus.
-        mean_loss: the loss is averaged over samples, so that Opacus' hooks scale a copy of the output's gradients.
-        modules: by name, in the model's order.
-        forwards: by name, in the order of the first forward pass.
+        mean_loss: whether the loss is averaged over samples, so that Opacus' hooks scale a copy of the output's
+            gradients.
+        modules: shapes by name, in the model's order.
+        forwards: shapes by name, in the order of the first forward pass.
         optimizer: the class' name.
         state_tensors: tensors of a parameter's shape that the optimizer keeps for each parameter.
         step_temporaries: such tensors that its step allocates for all parameters at once, if it is a foreach step.
-        keeps_gradients: p.grad outlives zero_grad; None if that was not seen.
+        keeps_gradients: whether p.grad outlives zero_grad; None if that was not seen.
         batches: (physical step, samples) whenever the number of samples changed.
         unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
             latest one last.
         released: the most forward passes whose captures a backward has released together.
         multiprocessors: of the GPU; 0 without one.
-        flash_clip_refusal: why flash_clip cannot clip the model; None if it can.
-        whole_forward: finds what the whole forward pass of the largest batch keeps; None if it cannot.
+        flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
+        whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
     """
 
     mode: str = ""
@@ -131,16 +134,18 @@ class TrainingShapes:
 
     @property
     def stray_samples(self) -> tuple[int, ...]:
-        """The batch sizes of stray forward passes: those before the latest whose captures no backward has released.
-        Empty if a backward has released as many before, or if the latest batch is the largest: Opacus sizes per-sample
-        gradients by the largest batch that it has captured.
+        """The batch sizes of stray forward passes.
+
+        These are the forward passes before the latest one whose captures no backward has released. Empty if a backward
+        has released as many before, or if the latest batch is the largest: Opacus sizes per-sample gradients by the
+        largest batch that it has captured.
         """
         *before, latest = self.unreleased or (0,)
         strays = len(before) >= self.released and max(before, default=0) > latest
         return tuple(before) if strays else ()
 
     def batch_size_in(self, step: int) -> int | None:
-        """The samples of the last forward pass of a physical step; None if none was seen."""
+        """Returns the samples of the last forward pass of a physical step; None if none was seen."""
         result = None
         for first_step, samples in self.batches:
             if first_step > step:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structures of live memory: readings of the live counters, as a stream writes them; snapshots, as
-session.snapshot returns them and snapshots.jsonl stores them; and the counters' peaks.
+"""The structures of live memory.
+
+These are readings of the live counters, as a stream writes them; snapshots, as session.snapshot returns them and
+snapshots.jsonl stores them; and the counters' peaks.
 
 Units are those of profiles.profile, categories those of reports. Blocks that a forward pass allocated are
 forward_undecided until they are freed.
@@ -18,7 +20,7 @@ class LiveDevice(JsonObject):
     Attributes:
         requested_bytes: the sum of `categories`.
         peak_bytes: the highest requested bytes since recording began.
-        phase: of the newest allocation.
+        phase: the phase of the newest allocation.
         activation_hooks: the two parts of that category.
     """
 
@@ -59,16 +61,16 @@ class LivePeak(JsonObject):
 
 
 class DeviceCount(JsonObject):
-    """One device's live bytes, compared with what the allocator itself counts.
+    """One device's live bytes, compared with the allocator's own count.
 
     requested_bytes is the sum of `categories`. Adding `rounding` gives the bytes that the allocator handed out, adding
-    `cached` those that it reserved, adding `outside_pytorch` those used on the device. Unknown counts are None.
+    `cached` the bytes that it reserved, adding `outside_pytorch` the bytes used on the device. Unknown counts are None.
 
     Attributes:
         activation_hooks: the two parts of that category.
         allocated_bytes: of live tensors, as the allocator counts them.
-        remainder: what the allocator counts as requested, less the categories' sum: 0, unless the session's warnings
-            say why.
+        remainder: the allocator's count of requested bytes minus the categories' sum: 0, unless the session's warnings
+            explain it.
     """
 
     requested_bytes: int

@@ -13,7 +13,7 @@ from opacus_memprof.profiles.profile import VirtualGpus
 
 
 class NameLists(JsonObject):
-    """A name's id is its index in the list of its kind.
+    """The names of the ids. A name's id is its index in the list of its kind.
 
     Attributes:
         components: the component of each module, such as "attention", as hooks recognised it; "" if they did not.
@@ -30,7 +30,7 @@ class NameLists(JsonObject):
 
 
 class Meta(JsonObject):
-    """The fields of meta.json that readers need; profiles.profile describes those that profile.json has as well.
+    """The fields of meta.json that readers need; profiles.profile describes fields that profile.json shares.
 
     Attributes:
         names: names of the ids in events.bin; those of a killed process may lack the ids of its last events.
@@ -45,5 +45,5 @@ class Meta(JsonObject):
 
 
 def read_meta(path: Path) -> Meta:
-    """Reads meta.json, or returns an empty one without the file. Raises MemprofError as read_json_object does."""
+    """Reads meta.json, or returns an empty one without the file. Raises MemprofError if it cannot be read."""
     return read_json_object(path, Meta, "remove it, or profile again") if path.exists() else Meta()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of oom_report.json, which docs/oom.md explains. Units are those of profiles.profile."""
+"""The structure of oom_report.json. docs/oom.md explains it. Units are those of profiles.profile."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
 
 
 class Request(JsonObject):
-    """A failed allocation: its size, and what it was for."""
+    """A failed allocation: its size and purpose."""
 
     bytes: int
     category: str
@@ -32,7 +32,7 @@ class NeededPeak(JsonObject):
 
 
 class HeldSince(JsonObject):
-    """Live bytes that the step `step` allocated, `age` steps ago."""
+    """Live bytes that step `step` allocated, `age` steps ago."""
 
     step: int
     age: int
@@ -76,8 +76,8 @@ class RoomBytes(JsonObject):
     """The memory of the device at the failure, in bytes; None if it is unknown.
 
     Attributes:
-        capacity_bytes: requested bytes that fit, with this run's rounding and fragments, less a margin.
-        may_reserve_bytes: bytes that the allocator could reserve in total, with other processes as they are.
+        capacity_bytes: requested bytes that fit, with this run's rounding and fragments, minus a margin.
+        may_reserve_bytes: bytes that the allocator could reserve in total, if other processes do not change.
         cached_bytes: reserved bytes that are free. `largest_free_bytes`: their largest block.
         unreserved_bytes: bytes that it could still reserve.
         free_segments_bytes: bytes that empty_cache would free. `free_expandable_bytes`: free in expandable segments.
@@ -102,8 +102,9 @@ class RoomBytes(JsonObject):
 
 
 class FittingBatch(JsonObject):
-    """The samples of the failed step, the bytes of one at the peak, and the largest batch that fits with its predicted
-    peak. None is unknown; 0 means that not even one sample fits.
+    """The samples of the failed step, bytes per sample at the peak, and the largest batch that fits.
+
+    Includes its predicted peak. None is unknown; 0 means that not even one sample fits.
     """
 
     samples: int | None
@@ -113,7 +114,7 @@ class FittingBatch(JsonObject):
 
 
 class LayerCost(JsonObject):
-    """The activations of a layer, and the memory of privacy for it in each mode."""
+    """The activations of a layer, and its memory for privacy in each mode."""
 
     module: str
     kind: str

@@ -11,9 +11,15 @@ def require(module: str, what: str, extra: str = "") -> Any:
     """Imports a module. Raises MemprofError with the command that installs its package if it is missing.
 
     Args:
-        module: its package is installed under the name of its first part.
-        what: the parts that need it, in the plural: "pictures".
+        module: the module; its first part is the name of its package.
+        what: the features that need it, in the plural: "pictures".
         extra: the extra of this project that installs it.
+
+    Returns:
+        The module.
+
+    Raises:
+        MemprofError: the package is missing.
     """
     package = module.split(".")[0]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of plan.json, which docs/planning.md explains. Sizes are bytes, and their keys end in `_bytes`."""
+"""The structure of plan.json. docs/planning.md explains it. Sizes are bytes, and their keys end in `_bytes`."""
 
 from typing import Literal
 
@@ -10,20 +10,20 @@ from opacus_memprof.profiles.profile import Sizes
 
 
 class PlannedRun(JsonObject, kw_only=True):
-    """A run on a virtual GPU. None where it did not get so far.
+    """A run on a virtual GPU. A value is None if the run ended before it was known.
 
     Attributes:
-        fits: it came to its end, and memory did not run out on the way.
+        fits: whether it finished, and memory never ran out.
         error: the program's last words, in a line.
-        steps: calls of an optimizer's step that have ended.
-        samples: of the largest physical batch that was seen.
+        steps: completed calls of an optimizer's step.
+        samples: the samples of the largest physical batch that was seen.
         requested_bytes, reserved_bytes: the peaks. `categories`: requested bytes at the peak.
-        may_reserve_bytes: the GPU's memory less `context_bytes`, what CUDA's context and libraries take.
-        retries: how often torch had to give cached memory back to the GPU before an allocation went well.
-        category, module, phase: of the most bytes at the peak; of a run that ran out of memory, of what was asked for.
-        poisson: of a loader that draws batch sizes its samples, rate and steps; {} of another.
-        seconds: of the whole process.
-        directory: of its profile and its log.
+        may_reserve_bytes: the GPU's memory minus `context_bytes`, which CUDA's context and libraries use.
+        retries: how often torch had to return cached memory to the GPU before an allocation succeeded.
+        category, module, phase: of the most bytes at the peak; for a run that ran out of memory, of the failed request.
+        poisson: samples, rate and steps of a loader that draws batch sizes; {} for other loaders.
+        seconds: run time of the whole process.
+        directory: the directory with its profile and its log.
     """
 
     fits: bool
@@ -46,7 +46,7 @@ class PlannedRun(JsonObject, kw_only=True):
 
 
 class RunOfValue(PlannedRun, kw_only=True):
-    """A run with one value of the argument that is searched; 0 where none is."""
+    """A run with one value of the searched argument; the value is 0 without a search."""
 
     value: int
 
@@ -55,9 +55,9 @@ class TriedAdvice(JsonObject):
     """A suggestion of the OOM report.
 
     Attributes:
-        code: as people would write it.
+        code: the code of the change.
         tried: the run with it; None if it cannot be applied without editing the program.
-        failure: why it could not be tried although it can be applied; "" otherwise.
+        failure: the reason why it could not be tried although it can be applied; "" otherwise.
     """
 
     title: str
@@ -71,9 +71,9 @@ class PlanVerdict(JsonObject):
     """Whether one configuration fits.
 
     Attributes:
-        memory_bytes: of the GPU; None for its kind's.
-        needed_bytes: to reserve. `spare_bytes`: what is left of what may be reserved; below 0 where it does not fit.
-        with_more_memory: the same run on a GPU that is large enough; None where the run fits, or none is.
+        memory_bytes: memory of the GPU; None for the default of its kind.
+        needed_bytes: bytes to reserve. `spare_bytes`: the rest of the reservable bytes; negative if it does not fit.
+        with_more_memory: the same run on a GPU that is large enough; None if the run fits, or no GPU is.
     """
 
     gpu: str
@@ -87,7 +87,7 @@ class PlanVerdict(JsonObject):
 
 
 class DrawnPeak(JsonObject):
-    """No batch of all steps is above `batch` with this probability; the peak of such a batch is computed."""
+    """With this probability no batch of all steps is above `batch`; the peak of such a batch is computed."""
 
     probability: float
     batch: int
@@ -95,20 +95,20 @@ class DrawnPeak(JsonObject):
 
 
 class DrawnAbove(JsonObject):
-    """The probability that a batch of one of all steps is above `batch`."""
+    """The probability that at least one batch of all steps is above `batch`."""
 
     batch: int
     probability: float
 
 
 class PlanDraws(JsonObject):
-    """The batches of all steps, of which Poisson sampling takes each of `samples` with probability `rate`.
+    """The batches of all steps under Poisson sampling, which takes each of `samples` with probability `rate`.
 
     Attributes:
-        steps: logical ones, of the whole training.
+        steps: logical steps of the whole training.
         ran: batch sizes that were run.
-        above: for the picture, from the mean on.
-        max_physical_batch_size: the largest that was tried and fits, where one is needed and was found.
+        above: points for the picture, from the mean on.
+        max_physical_batch_size: the largest tested size that fits, if one is needed and was found.
     """
 
     samples: int
@@ -142,12 +142,12 @@ class PlanCell(JsonObject):
     """One line of the table.
 
     Attributes:
-        mode: what --modes names; None where it names none.
-        settings: of torch's allocator; None where --settings names none.
+        mode: the mode from --modes; None without the option.
+        settings: settings of torch's allocator; None if --settings has none.
         fixed: the grid's other arguments and their values.
-        largest: the largest value that fits; None where none does, or none is searched.
-        error: why there is no answer; "" otherwise.
-        computed: between the runs; None where fewer than two have fitted.
+        largest: the largest value that fits; None if none does, or none is searched.
+        error: the reason why there is no answer; "" otherwise.
+        computed: interpolation between the runs; None if fewer than two have fitted.
     """
 
     mode: str | None
@@ -165,7 +165,7 @@ class Plan(JsonObject, kw_only=True):
     """The content of plan.json: `verdict`, and `draws` with --steps; or `search` and `cells`.
 
     Attributes:
-        ranks: processes of the job, a GPU each, of which the first was run.
+        ranks: number of processes of the job, each with a GPU. Only the first one was run.
     """
 
     format: Literal[1] = FORMAT

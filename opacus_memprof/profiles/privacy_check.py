@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of privacy_check.json: what was proved of private models while they were trained. docs/flash_clip.md
-explains it.
+"""The structure of privacy_check.json: what was proved about private models while they were trained.
+
+docs/flash_clip.md explains it.
 """
 
 import os
@@ -17,7 +18,7 @@ class CheckedSpan(JsonObject):
 
     Attributes:
         first, last: their numbers. The first forward of a situation is 1, and so is the first step.
-        share: the part of the batch that was gone through: 1 for the whole batch.
+        share: the fraction of the batch that was checked: 1 for the whole batch.
     """
 
     first: int
@@ -30,7 +31,7 @@ class RepeatedModule(JsonObject):
 
     Attributes:
         way: by torch.func.vmap, in a loop over samples, or the whole batch with a backward for each sample.
-        parameters: their names in the module.
+        parameters: names of the parameters in the module.
     """
 
     module: str
@@ -48,10 +49,10 @@ class ProvedSituation(JsonObject):
         evaluating: names of the modules that were in evaluation mode.
         trained_parameters, trained_elements: the number of trained tensors, and of their elements.
         tapped_layers: the number of layers whose inputs and output gradients are used.
-        batch_sizes: the smallest and the largest; above 16 rounded down and up between powers of two.
+        batch_sizes: the smallest and the largest; above 16 rounded down and up to powers of two.
         orders: the number of orders of layer calls that were proved.
-        forwards: the number of forwards, without those of empty batches.
-        checks: by what was checked ("mixing", "sums", "explained"), the forwards.
+        forwards: the number of forwards, except those of empty batches.
+        checks: the checked forwards by kind of check ("mixing", "sums", "explained").
     """
 
     module: str
@@ -86,12 +87,12 @@ class NotPrivate(JsonObject):
     """Values that depend on the data and are not differentially private.
 
     Attributes:
-        note: says so.
+        note: a sentence that says so.
         largest_sum: the largest norm of a clipped sum, relative to the sum of its samples' bounds: at most 1 except for
             rounding. null if it was not measured.
         dropped_samples: the number of samples that flash_clip_nonfinite="drop" has dropped.
         refused: the number of forwards and steps that were refused.
-        refusals: for which reasons; at most 100 different ones.
+        refusals: the reasons; at most 100 different ones.
     """
 
     note: str
@@ -102,19 +103,19 @@ class NotPrivate(JsonObject):
 
 
 class ModelCheck(JsonObject):
-    """What was proved of one model.
+    """What was proved about one model.
 
     Attributes:
         model: the name of its class.
         device: the GPU's name, or "cpu".
         max_grad_norm, noise_multiplier: the smallest and the largest of the run.
-        bounds: those of the parameters, at first, with clipping="per_layer".
+        bounds: the bounds of the parameters, at first, with clipping="per_layer".
         check: which forwards, or steps, are checked.
         nonfinite: flash_clip_nonfinite; null for other modes.
-        in_every_step: what was checked in every step beside.
-        situations: of flash_clip.
-        checked_steps: of other modes: by what was checked ("mixing", "clipped_sum"), the steps.
-        steps: those that were taken; null if they were not counted.
+        in_every_step: further checks that ran in every step.
+        situations: the situations of flash_clip.
+        checked_steps: for other modes: the checked steps by kind of check ("mixing", "clipped_sum").
+        steps: number of completed steps; null if they were not counted.
     """
 
     model: str
@@ -138,10 +139,10 @@ class PrivacyCheck(JsonObject, kw_only=True):
     """The content of privacy_check.json.
 
     Attributes:
-        versions: by package; null where there is none.
-        rank, world_size: of the process that wrote it: the first of all ranks.
-        models: those that one engine has made private, or that were trained while a profile was recorded.
-        earlier: of a training that was continued from a checkpoint, the content of this file before.
+        versions: by package; null if a package is not installed.
+        rank, world_size: of the process that wrote the file: the first of all ranks.
+        models: the models that one engine has made private, or that were trained while a profile was recorded.
+        earlier: for a training that was continued from a checkpoint, the earlier content of this file.
     """
 
     format: Literal[1] = FORMAT
@@ -153,7 +154,7 @@ class PrivacyCheck(JsonObject, kw_only=True):
 
 
 def read_privacy_check(path: Path) -> PrivacyCheck | None:
-    """Reads privacy_check.json; None without the file. Raises MemprofError as read_json_object does."""
+    """Reads privacy_check.json; None without the file. Raises MemprofError if it cannot be read."""
     return read_json_object(path, PrivacyCheck, "remove it") if path.is_file() else None
 
 
@@ -162,10 +163,10 @@ def write_privacy_checks(checks: Sequence[dict[str, Any]], path: str | os.PathLi
 
     Args:
         checks: the results of each engine's `privacy_check`.
-        path: of the file.
+        path: the path of the file.
 
     Returns:
-        The path; None without a check, and on all ranks but the first.
+        The path; None without a check, and on all ranks except the first.
 
     Raises:
         MemprofError: the file cannot be written.

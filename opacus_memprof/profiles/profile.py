@@ -3,7 +3,7 @@
 
 Sizes are bytes; `unix_ns` are nanoseconds since 1970, `time_ns` since recording began; steps count from 0. `step` is a
 physical one (a call of optimizer.step), `logical_step` one of the privacy accountant. `event` is the number of a record
-in events.bin, None where that has none of this instant. `categories` are bytes by category of reports.
+in events.bin; None if there is no record of this instant. `categories` are bytes by category of reports.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.units import format_bytes
 
 Sizes = dict[str, int]  # bytes by category
-Groups = dict[str, Sizes]  # by module, phase, op … what each has
+Groups = dict[str, Sizes]  # sizes by module, phase, op …
 
 
 class HookedActivations(JsonObject):
@@ -23,7 +23,7 @@ class HookedActivations(JsonObject):
 
     Attributes:
         shared_with_autograd: bytes of captured layer inputs that autograd holds as well.
-        opacus_only: bytes of those that only Opacus holds.
+        opacus_only: bytes of captured layer inputs that only Opacus holds.
     """
 
     shared_with_autograd: int
@@ -48,15 +48,15 @@ class Peak(JsonObject, kw_only=True):
         requested_bytes: the sum of `categories`.
         counted_bytes: requested bytes in the allocator's own count; None if it does not count them.
         allocated_bytes, reserved_bytes: the allocator's own counts, or None.
-        rounding: allocated_bytes less requested_bytes, or None.
-        cached: reserved_bytes less allocated_bytes, or None.
+        rounding: allocated_bytes minus requested_bytes, or None.
+        cached: reserved_bytes minus allocated_bytes, or None.
         source: "events", or "counters" if the event files lack the peak: then it has no modules, and has
             forward_undecided.
-        categories: every built-in category, and the program's own that have bytes.
-        remainder_bytes: requested_bytes less the sum of `categories`: 0, or a defect of the profiler.
+        categories: every built-in category, and the program's own categories that have bytes.
+        remainder_bytes: requested_bytes minus the sum of `categories`: 0, or a defect of the profiler.
         activation_hooks: the two parts of that category.
-        shared_captures: by module its share of activation_hooks.shared_with_autograd.
-        modules: bytes by module and category; "" is no module.
+        shared_captures: each module's share of activation_hooks.shared_with_autograd.
+        modules: bytes by module and category; "" means no module.
         born_in, ops, streams, threads: bytes by category, by the phase, op, stream and thread of a block's birth.
         largest_blocks: at most 50. `newest_blocks`: at most 10, the newest first.
         components: bytes by component (attention, mlp …) and category.
@@ -119,8 +119,8 @@ class DeviceSnapshot(JsonObject):
     """One device at a call of session.snapshot.
 
     Attributes:
-        allocated_bytes, reserved_bytes, rounding, cached, outside_pytorch, remainder: as a snapshot counted them (see
-            DeviceCount); absent where snapshots.jsonl does not have it.
+        allocated_bytes, reserved_bytes, rounding, cached, outside_pytorch, remainder: as counted by a snapshot (see
+            DeviceCount); absent if snapshots.jsonl lacks it.
     """
 
     index: int
@@ -168,7 +168,7 @@ class Timeline(JsonObject):
     categories: dict[str, list[int]]
 
     def thinned(self, group_size: int) -> "Timeline":
-        """The highest row of each `group_size` rows, which still include the peak."""
+        """Returns a timeline with the highest row of each `group_size` rows, which still include the peak."""
         sizes = self.bytes
         groups = (range(first, min(first + group_size, len(sizes))) for first in range(0, len(sizes), group_size))
         kept = [max(rows, key=sizes.__getitem__) for rows in groups]
@@ -181,10 +181,10 @@ class Device(JsonObject):
     """One device.
 
     Attributes:
-        phases: by name.
-        steps: at most 600, in order; `steps_left_out` are beyond them.
+        phases: peaks by phase.
+        steps: at most 600, in order; `steps_left_out` counts the others.
         out_of_memory: allocations that failed.
-        end_bytes: live at the end.
+        end_bytes: live bytes at the end.
     """
 
     peak: Peak
@@ -214,8 +214,8 @@ class Finding(JsonObject):
     Attributes:
         module: the innermost module that contains the defect; "" is the model, or no module.
         bytes: memory that it costs.
-        evidence: a sentence on what was observed. `remedy`: what to change.
-        device: where it costs memory. `category`: of growing memory.
+        evidence: a sentence on what was observed. `remedy`: how to fix it.
+        device: the device on which it costs memory. `category`: of growing memory.
         modules: bytes by module. `captures`: captures by module. `sites`: of growing memory.
         gradient_bytes: gradients that ghost avoids. `parameter_bytes`, `shard_bytes`: of the largest parameter.
         ranks: in a job's summary, the ranks with this finding.
@@ -244,8 +244,8 @@ class EventGap(JsonObject):
 
     Attributes:
         first_event: number of events before the gap. `events`: number of missing events.
-        time_ns: time of the last event before it, since recording began. `end_ns`: its end.
-        step: physical steps that ended before it. `end_step`: and by its end, as far as known.
+        time_ns: time of the last event before the gap, since recording began. `end_ns`: time of the gap's end.
+        step: physical steps that ended before the gap. `end_step`: steps that ended before its end, as far as known.
     """
 
     first_event: int
@@ -275,8 +275,9 @@ class EventCounts(JsonObject):
 
 
 class UnknownUse(JsonObject):
-    """An operation that needed a value that a virtual GPU does not compute, `count` times at `line` ("file:line"; "" if
-    no line of the program called it).
+    """An operation that needed a value that a virtual GPU does not compute, with its line.
+
+    It happened `count` times at `line` ("file:line"; "" if no line of the program called it).
     """
 
     operation: str
@@ -310,12 +311,12 @@ Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
 
 
 def virtual_gpu_of(virtual: Virtual) -> str | None:
-    """The virtual GPU of a run, as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
+    """Returns the virtual GPU of a run, as `virtual NVIDIA H200 (139.80 GiB)`; None for a run on real devices."""
     return None if virtual is UNSET else f"virtual {virtual.name} ({format_bytes(virtual.memory_bytes)})"
 
 
 def virtual_mark(virtual: Virtual) -> str | None:
-    """The sentence with which every report of a run on virtual GPUs begins; None for a run on real devices."""
+    """Returns the first sentence of every report of a run on virtual GPUs; None for a run on real devices."""
     name = virtual_gpu_of(virtual)
     if name is None:
         return None
@@ -327,16 +328,16 @@ class Profile(JsonObject, kw_only=True):
 
     Attributes:
         format: 1.
-        versions: by package; None where there is none.
+        versions: by package; None if a package is not installed.
         virtual: the virtual GPUs of the run; absent for real ones.
         status: "finished", "failed", "out_of_memory", "killed" or "running".
         exit_code: exit code of the program; None if it is unknown.
-        error: a line on what ended the program, or None.
+        error: a line with the reason why the program ended, or None.
         command: the program's sys.argv.
         launch: the rank of the process; None for a single process.
         devices: by name, as "cuda:0".
         components: the user's own rules, regular expression → component.
-        warnings: sentences on what the profile lacks.
+        warnings: sentences about the limits of the profile.
     """
 
     format: Literal[1] = FORMAT

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON schemas of the files, made from their structures: `python -m opacus_memprof.profiles.schemas docs/schemas`
-writes them.
+"""The JSON schemas of the files, made from their structures.
+
+`python -m opacus_memprof.profiles.schemas docs/schemas` writes them.
 """
 
 import inspect
@@ -36,17 +37,17 @@ STRUCTURES: dict[str, type[JsonObject]] = {
 
 
 def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
-    """The JSON Schema 2020-12 of a structure. It allows further keys, which later releases may add."""
+    """Returns the JSON Schema 2020-12 of a structure. It allows further keys, which later releases may add."""
     schema = msgspec.json.schema(kind)
     for part in schema["$defs"].values():
         part["description"] = inspect.cleandoc(part["description"])
-        if "format" in part["properties"]:  # its default is for those who write
+        if "format" in part["properties"]:  # its default is for writers
             part["required"] = ["format", *part.get("required", ())]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def schema_files() -> dict[str, str]:
-    """The contents of all schema files, by file name."""
+    """Returns the contents of all schema files, by file name."""
     return {
         f"{name}.schema.json": json.dumps(schema_of(kind), indent=1, ensure_ascii=False) + "\n"
         for name, kind in STRUCTURES.items()

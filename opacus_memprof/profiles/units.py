@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses sizes in bytes, and formats sizes, shares, counts, instants, ranks and names for people.
 
-Parsing follows IEC 80000-13: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024
-(1 MiB = 1 048 576 bytes). Formatting uses binary units, as torch and nvidia-smi do.
+Parsing follows IEC 80000-13: decimal units are powers of 1000 (1 MB = 1 000 000 bytes), binary ones powers of 1024 (1
+MiB = 1 048 576 bytes). Formatting uses binary units, as torch and nvidia-smi do.
 """
 
 import re
@@ -66,8 +66,9 @@ def format_share(part: int, whole: int) -> str:
 
 
 def format_moment(phase: str, step: int | str, logical_step: int | None = None) -> str:
-    """Formats an instant of a run: `backward of step 5 (logical step 2)`, without the logical step if it is the same
-    number.
+    """Formats an instant of a run: `backward of step 5 (logical step 2)`.
+
+    The logical step is omitted if it is the same number.
     """
     logical = "" if logical_step is None or logical_step == step else f" (logical step {logical_step})"
     return f"{'idle time' if phase == 'idle' else phase.replace('_', ' ')} of step {step}{logical}"

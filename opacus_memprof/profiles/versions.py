@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which release this is, and which releases of other packages are installed. Imports none of them."""
+"""The version of this package, and versions of other installed packages. Imports none of them."""
 
 import importlib.metadata
 
 VERSION = "0.1.0"  # of opacus-memprof, as in pyproject.toml
 
-# What it is tried with, by `make matrix`: each of these minors of torch, with the lowest Opacus.
+# Versions that `make matrix` tests: each of these minors of torch, with the lowest Opacus.
 TORCH_MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 LOWEST_OPACUS = "1.6"
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a function right after a module has been imported for the first time, by any code.
 
-This way the profiler never imports torch before the script does: environment variables that a script sets before its
-imports (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES …) take effect as they do without the profiler.
+This way the profiler never imports torch before the program does. Environment variables that a program sets before its
+imports (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES …) have the same effect as without the profiler.
 """
 
 import importlib.util
@@ -28,8 +28,9 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders return, with a loader that calls `callback` after executing the module. It
-        is not called here, because programs also look for specs without importing.
+        """Returns the spec of the other finders, with a loader that calls `callback` after executing the module.
+
+        `callback` is not called here, because programs also look for specs without importing.
         """
         if fullname != self._name or self._finding_spec:
             return None

@@ -26,7 +26,7 @@ class Allocator:
 
 
 def allocator() -> Allocator:
-    """The recording CUDA allocator, for `torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())`.
+    """Returns the recording allocator, for `torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())`.
 
     torch accepts it only before CUDA is initialised; `install` works at any time.
 
@@ -73,9 +73,10 @@ def uninstall_device(device: str) -> None:
 
 
 def library_path() -> str:
-    """The path for `torch.cuda.memory.CUDAPluggableAllocator(path, "opacus_memprof_malloc", "opacus_memprof_free")`.
+    """Returns the path for `CUDAPluggableAllocator(path, "opacus_memprof_malloc", "opacus_memprof_free")`.
 
-    This fallback lacks features of torch's caching allocator; docs/python.md lists them.
+    The class is in `torch.cuda.memory`. This fallback lacks features of torch's caching allocator; docs/python.md lists
+    them.
 
     Raises:
         MemprofError: the extension was built without CUDA.
@@ -91,10 +92,13 @@ def refuse_after_fork() -> None:
     """Raises MemprofError in a process that was forked after the extension had been loaded.
 
     There, the allocator's locks and counts belong to the parent's threads, and nothing is recorded.
+
+    Raises:
+        MemprofError: the process was forked after that.
     """
     if os.getpid() != _PID:
         raise MemprofError(
-            "this process was forked after opacus_memprof had been used, and records nothing: start it by spawn "
+            "this process was forked after opacus_memprof had been used, and cannot record: start it by spawn "
             '(multiprocessing.get_context("spawn")), or use opacus_memprof in the child alone'
         )
 
@@ -121,7 +125,7 @@ def is_installed(device: str) -> bool:
 
 
 def allocator_warnings(device: str) -> list[str]:
-    """Returns warnings about what cannot be measured with torch's current allocator of `device`."""
+    """Returns warnings about limits of the measurement with torch's current allocator of `device`."""
     if device == "cpu":
         return []
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:

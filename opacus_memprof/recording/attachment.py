@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attachment: the changes that the profiler has made to a program, and how each is undone.
 
-Nothing here holds a strong reference to a model, an optimizer or a tensor: the profiler must not keep alive what the
-program drops.
+Nothing here holds a strong reference to a model, an optimizer or a tensor. The profiler must not keep objects alive
+that the program drops.
 """
 
 import importlib
@@ -22,10 +22,10 @@ Wrapper = native.CaptureActivations | native.CaptureBackprops
 
 
 class Attachment:
-    """The changes that one call of `attach` made; `detach` undoes them. Dropping the object leaves them in place.
+    """The changes that one call of `attach` made; `detach` undoes them. Dropping the object does not undo them.
 
     Args:
-        name: what is changed, for the sentence about a change that could not be undone.
+        name: the changed object, for the sentence about a change that could not be undone.
     """
 
     def __init__(self, name: str = "a change") -> None:
@@ -35,8 +35,8 @@ class Attachment:
     def on_detach(self, undo: Callable[[], object]) -> None:
         """Registers `undo` to be called by `detach`, in reverse order.
 
-        It must refer weakly to what it changes. It is registered before the change is made, so it must do nothing if
-        the change was not made.
+        It must have only weak references to the changed objects. It is registered before the change is made, so it must
+        do nothing if the change was not made.
         """
         self._undo.append(undo)
 
@@ -60,8 +60,8 @@ class Attachment:
         """Makes one change, completely or not at all.
 
         Args:
-            name: what is changed. If the change fails, as with an Opacus or a torch that lacks it, the profile has a
-                sentence with this name, and other changes are still made.
+            name: a name of the change. If it fails, for example because Opacus or torch lacks the changed object, the
+                profile has a sentence with this name, and other changes are still made.
             change: makes the change, and registers with its argument how it is undone.
 
         Raises:

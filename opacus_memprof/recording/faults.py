@@ -2,7 +2,7 @@
 """Contains exceptions of the profiler itself, so that they never end or change a training.
 
 All code of the profiler that runs inside a training is in a `contain` block or is a call hook, which runs around a call
-of the program. A fault becomes a warning and a sentence in the profile, and the training goes on. MemprofError, which
+of the program. A fault becomes a warning and a sentence in the profile, and the training continues. MemprofError, which
 the user can fix, is raised only from functions that the user has called.
 """
 
@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A generator around a call: it runs to its `yield` before the call, and goes on with the call's result.
+# A generator around a call: it runs to its `yield` before the call, and continues with the call's result.
 CallHook = Generator[None, Any, None]
 
 _MOST_SENTENCES = 100
@@ -44,7 +44,7 @@ def recorded() -> list[str]:
 
 
 def record(sentence: str) -> None:
-    """Records a sentence for the profile and warns the program of it, once each. Never raises."""
+    """Records a sentence for the profile and warns the program, once for each sentence. Never raises."""
     if sentence in _sentences or len(_sentences) == _MOST_SENTENCES:
         return
     _sentences[sentence] = None
@@ -70,7 +70,7 @@ def record_fault(doing: str, error: BaseException) -> None:
 
 
 class Containment:
-    """The context manager that `contain` returns, and a decorator of functions, which return None if they fail."""
+    """The context manager that `contain` returns. Also a decorator of functions, which return None if they fail."""
 
     __slots__ = ("_doing",)
 
@@ -161,5 +161,5 @@ def _fail(name: str, hook: CallHook, error: BaseException) -> None:
         pass
     except Exception as fault:
         record_fault(f"following {name}", fault)
-    finally:  # its traceback has this frame: a cycle of references, which would keep the call's tensors alive
+    finally:  # its traceback has this frame: a reference cycle would keep the call's tensors alive
         failure.__traceback__ = None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what is live now: the counters, which costs microseconds and writes no event, and reconciled snapshots.
+"""Reads live memory: the counters, which takes microseconds and writes no event, and reconciled snapshots.
 
-A snapshot has, for every device and in bytes: the sum of `categories` is `requested_bytes`; adding `rounding` gives
-what the allocator has handed out, adding `cached` what it has reserved, and adding `outside_pytorch` what is used on
-the device. `remainder` is torch's count of requested bytes minus the sum of `categories`: if it is not 0, there is a
-bug, or one of the session's warnings explains it. What cannot be measured is None.
+A snapshot has, for every device and in bytes: the sum of `categories` is `requested_bytes`; adding `rounding` gives the
+bytes that the allocator has handed out, adding `cached` the bytes it has reserved, and adding `outside_pytorch` the
+bytes used on the device. `remainder` is torch's count of requested bytes minus the sum of `categories`. If it is not 0,
+there is a bug, or one of the session's warnings explains it. Sizes that cannot be measured are None.
 """
 
 import gc
@@ -22,7 +22,7 @@ from opacus_memprof.recording import native
 
 
 def read_live() -> LiveMemory:
-    """Returns what is live now, on every device that has had a block."""
+    """Returns the live memory of every device that has had a block."""
     launch = Launch.from_environment()
     counters = native.counters()
     return LiveMemory(
@@ -82,7 +82,7 @@ def _known(size: int) -> int | None:
 def take_snapshot(name: str) -> Snapshot:
     """Takes a snapshot of every device that has had a block, and writes a snapshot event."""
     gc_was_enabled = gc.isenabled()
-    gc.disable()  # a collection between our count and torch's would make them differ
+    gc.disable()  # a garbage collection between our count and torch's would make them differ
     try:
         pending = _pending_free()
         counted = native.snapshot(name)
@@ -96,8 +96,10 @@ def take_snapshot(name: str) -> Snapshot:
 
 
 def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
-    """Counts one device. `pending` is the bytes of blocks that the program has freed while a side stream uses them: the
-    ledger has dropped these blocks, torch's allocator has not.
+    """Counts one device.
+
+    `pending` is the number of bytes in blocks that the program has freed while a side stream uses them. The ledger has
+    dropped these blocks; torch's allocator has not.
     """
     categories = add_parts(counts["categories"])
     if pending:
@@ -152,7 +154,7 @@ def _reconcile(device: str, requested: int) -> dict[str, int | None]:
 def _memory_stats(device: str) -> dict[str, int]:
     try:
         return torch.cuda.memory_stats(device)
-    except RuntimeError:  # a pluggable allocator of the program's is current, and counts nothing
+    except RuntimeError:  # the program has its own pluggable allocator, which counts nothing
         return {}
 
 

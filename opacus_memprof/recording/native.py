@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports the compiled extension `_C`. Every other module imports its names from here.
 
-The extension derives from classes of torch that have no stable ABI: with another version of torch than it was built
+The extension derives from classes of torch that have no stable ABI. With another version of torch than it was built
 for, it would crash at some later allocation. So the versions are compared before it is loaded.
 
 Raises:
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def rebuild_command() -> str:
-    """The command that rebuilds the extension for the torch of this environment."""
+    """Returns the command that rebuilds the extension for the torch of this environment."""
     tree = Path(__file__).resolve().parents[2]
     if (tree / "setup.py").is_file():
         return f"pip install --no-deps -e {tree}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks observe in a session and the event file does not contain: observations for findings, and layer shapes.
+"""Data that hooks observe and the event file does not contain: observations for findings, and layer shapes.
 
 An observation has a kind, a module and bytes. For each kind and module only the one with the most bytes is kept (the
 latest of several), so their number is bounded by the number of modules.
@@ -34,7 +34,7 @@ def clear() -> None:
 
 
 def layer_shapes() -> TrainingShapes:
-    """The layer shapes of the running session, or of the latest one if none is running."""
+    """Returns the layer shapes of the running session, or of the latest one if none is running."""
     return _layer_shapes
 
 
@@ -46,7 +46,7 @@ def record(kind: str, module: int, bytes: int, **details: Any) -> None:
 
 
 def discard(kind: str) -> None:
-    """Discards the observations of one kind, because they have turned out to be wrong."""
+    """Discards the observations of one kind, because they have proved wrong."""
     for key in [key for key in _observations if key[0] == kind]:
         del _observations[key]
 
@@ -54,7 +54,7 @@ def discard(kind: str) -> None:
 def recorded() -> list[dict[str, Any]]:
     """Returns the session's observations, each {"kind", "module": id, "bytes", ...}, ordered by kind and module.
 
-    Observations of captures are left out if a backward pass has released all captures since.
+    Observations of captures are omitted if a backward pass has released all captures since then.
     """
     outstanding = captures()
     return [_observations[key] for key in sorted(_observations) if key[0] != "captures" or outstanding]

@@ -46,8 +46,9 @@ class _Metrics(Collector):
 
 
 class PrometheusFile:
-    """A sink that atomically replaces a file by the newest reading. The file is removed when the session ends, but not
-    if the process is killed.
+    """A sink that atomically replaces a file by the newest reading.
+
+    The file is removed when the session ends, but not if the process is killed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -68,7 +69,7 @@ class PrometheusFile:
             raise MemprofError(f"cannot stream to {self._path} ({error.strerror}): choose another file") from error
 
     def write(self, reading: LiveMemory) -> None:
-        """Replaces the file. Raises OSError."""
+        """Replaces the file. Raises OSError if it cannot be written."""
         self._newest = reading
         write_to_textfile(str(self._path), self._registry)
 
@@ -98,7 +99,7 @@ class PrometheusServer:
             raise MemprofError(f"cannot serve on {self} ({error.strerror}): choose another address") from error
 
     def write(self, reading: LiveMemory) -> None:
-        """Does nothing, because each request reads the counters anew."""
+        """Does nothing, because each request reads the counters itself."""
 
     def close(self) -> None:
         """Frees the port."""

@@ -41,7 +41,7 @@ Target = str | os.PathLike[str] | Sink
 
 
 def make_sinks(stream: Target | Iterable[Target] | None) -> list[Sink]:
-    """The sinks for the argument `stream` of `profile`: a target or several.
+    """Returns the sinks for the argument `stream` of `profile`: one or several targets.
 
     Raises:
         MemprofError: a target is neither a path, nor an address, nor a Sink.
@@ -57,17 +57,18 @@ class Stream:
     """A thread that passes a reading to the sinks every `interval` seconds, and also at the start and at `stop`.
 
     Args:
-        sinks: from `make_sinks`.
-        interval: in seconds.
+        sinks: the sinks from `make_sinks`.
+        interval: the interval in seconds.
         warn: called with a sentence about each sink that has failed.
 
     Raises:
-        MemprofError: the interval is not a positive number, or a sink cannot be opened. Then no sink is left open.
+        MemprofError: the interval is not a positive number, or a sink cannot be opened. Then all sinks are closed
+            again.
     """
 
     def __init__(self, sinks: Iterable[Sink], interval: float, warn: Callable[[str], None]) -> None:
         if not isinstance(interval, (int, float)) or not 0 < interval < math.inf:
-            raise MemprofError(f"a stream_interval of {interval!r} s cannot be kept: give a positive number of seconds")
+            raise MemprofError(f"the stream_interval {interval!r} is not possible: give a positive number of seconds")
         self._interval = interval
         self._warn = warn
         self._sinks: list[Sink] = []
@@ -159,12 +160,13 @@ def _unknown_target(target: Any) -> MemprofError:
 
 
 class JsonLines:
-    """A sink that appends to a file. When the file is full it is renamed to `path.1`, replacing an older one, so that
-    both together never exceed twice `max_bytes`. Categories without bytes are left out.
+    """A sink that appends to a file, as JSON lines. Categories without bytes are omitted.
+
+    A full file is renamed to `path.1`, replacing an older one. Both together never exceed twice `max_bytes`.
 
     Args:
-        path: of the file.
-        max_bytes: of one file. The default holds about a day of readings, one every ten seconds.
+        path: the path of the file.
+        max_bytes: the maximum size of one file. The default holds about a day of readings, one every ten seconds.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 8 * 2**20) -> None:
@@ -184,8 +186,9 @@ class JsonLines:
             raise MemprofError(f"cannot stream to {self._path} ({error.strerror}): choose another file") from error
 
     def write(self, reading: LiveMemory) -> None:
-        """Appends a line in one write, so that readers of the file never see an incomplete line unless the disk is
-        full. Raises OSError.
+        """Appends a line. Raises OSError if it cannot be written.
+
+        The line is one write, so that readers of the file never see an incomplete line unless the disk is full.
         """
         devices = {
             name: replace(device, categories={key: size for key, size in device.categories.items() if size})
@@ -200,6 +203,6 @@ class JsonLines:
         self._file.write(line)
 
     def close(self) -> None:
-        """Closes the file, which stays."""
+        """Closes the file without removing it."""
         if self._file is not None:
             self._file.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the modules that torch.compile and torch.jit.script trace, and removes the profiler's hooks from them. Needs no
-Opacus.
+"""Finds the modules that torch.compile and torch.jit.script trace, and removes the profiler's hooks from them.
+
+Works without Opacus.
 """
 
 import contextlib
@@ -32,8 +33,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def reachable_modules(target: Any) -> list[nn.Module]:
-    """Returns the modules that `target` can reach: itself, the object that it is a method of, and its attributes,
-    closure and globals. Modules that it receives as arguments are unknown until it runs.
+    """Returns the modules that `target` can reach.
+
+    These are itself, the object that it is a method of, and its attributes, closure and globals. Modules that it
+    receives as arguments are unknown until it runs.
     """
     owner = getattr(target, "__self__", target)
     reachable = [target, owner, *getattr(owner, "__dict__", {}).values()]
@@ -55,14 +58,15 @@ def remove_scoped_forward(module: nn.Module) -> None:
 
 
 def remove_scoped_forwards(module: nn.Module) -> None:
-    """Removes all scoped forwards of `module`: it has one for each attached model that contains it."""
+    """Removes all scoped forwards of `module`. It has one for each attached model that contains it."""
     while isinstance(module.__dict__.get("forward"), native.ScopedForward):
         remove_scoped_forward(module)
 
 
 def hide_profiler_hooks(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps torch.jit._recursive.create_script_module, which compiles a module with its hooks and its instance's
-    `forward`. The profiler's are removed for the duration of the call.
+    """Wraps torch.jit._recursive.create_script_module to hide the profiler's hooks for the duration of the call.
+
+    The function compiles a module with its hooks and its instance's `forward`.
     """
     return observe(create, _observe_create)
 
@@ -96,7 +100,7 @@ def _is_profiler_hook(hook: Any) -> bool:
 def reduce_to_noop(hook: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Pickles a profiler hook as a function of the standard library that does nothing (for copyreg).
 
-    Models are pickled and deep-copied with their hooks. A copy is not profiled, and loads where this package is
+    Models are pickled and deep-copied with their hooks. A copy is not profiled, and can be loaded where this package is
     missing.
     """
     return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether profiling works in this environment: what is installed, what it was built for, and what to do.
+"""Checks whether profiling works in this environment: installed and built versions, and how to fix problems.
 
-Torch and the extension are imported inside the checks, so that there is an answer if either is broken.
+Torch and the extension are imported inside the checks, so that a broken one gives an answer, too.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _TO_RECORD = "profiles can be read here; to record some, install torch, then opa
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. A `problem` prevents profiling; a `note` is worth knowing."""
+    """The result of one check. A `problem` prevents profiling; a `note` is additional information."""
 
     name: str
     found: str
@@ -35,11 +35,11 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """All checks, in the order in which one rests on another. Initialises CUDA where there is a GPU."""
+    """Returns all checks, each after the ones that it depends on. Initialises CUDA where there is a GPU."""
     python = Check("Python", platform.python_version())
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise anything
         if reads_only():
             return [python, Check("torch", _sentence(error), "note", _TO_RECORD), _build(), _directory()]
         lacking = Check("torch", _sentence(error), "problem", "install torch first: `pip install torch`")
@@ -60,7 +60,7 @@ def examine() -> list[Check]:
 
 
 def reads_only() -> bool:
-    """Whether this installation was built without torch, to read profiles alone (OPACUS_MEMPROF_READER=1)."""
+    """Returns whether this installation was built without torch, to read profiles only (OPACUS_MEMPROF_READER=1)."""
     try:
         return importlib.import_module("opacus_memprof._build_info").TORCH_VERSION is None
     except ImportError:
@@ -68,7 +68,7 @@ def reads_only() -> bool:
 
 
 def _driver(torch: Any) -> Check:
-    """Whether there is a driver, and one that is new enough: within a major version of CUDA any driver serves."""
+    """Checks that there is a driver, and that it is new enough: any driver for the same major version of CUDA is."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -86,7 +86,7 @@ def _driver(torch: Any) -> Check:
 
 
 def _devices(torch: Any) -> list[Check]:
-    """The GPUs that torch can use."""
+    """Checks the GPUs that torch can use."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -114,7 +114,7 @@ def _opacus() -> Check:
 
 
 def _torch(torch: Any) -> Check:
-    """The version, and whether it is one that this release was tried with."""
+    """Checks the version of torch, and whether this release was tested with it."""
     cuda = torch.version.cuda
     found = f"{torch.__version__}, built for " + (f"CUDA {cuda}" if cuda else "the CPU only")
     if _minor(torch.__version__) in map(_minor, TORCH_MINORS):
@@ -127,7 +127,7 @@ def _minor(version: str) -> list[int]:
 
 
 def _build() -> Check:
-    """What the extension was built for. Whether it can be loaded is checked by `_extension`."""
+    """Checks what the extension was built for. `_extension` checks whether it can be loaded."""
     version = installed_version("opacus-memprof") or "not installed, run from its source tree"
     try:
         build = importlib.import_module("opacus_memprof._build_info")
@@ -142,7 +142,7 @@ def _build() -> Check:
 
 
 def _extension(torch: Any) -> list[Check]:
-    """Whether the extension loads here, and which allocator torch would use."""
+    """Checks whether the extension can be loaded, and which allocator torch would use."""
     try:
         native = importlib.import_module("opacus_memprof.recording.native")
     except ImportError as error:
@@ -167,7 +167,7 @@ def _extension(torch: Any) -> list[Check]:
 
 
 def _virtual_gpu() -> Check:
-    """Whether `run --virtual-gpu` works, by a trial: it depends on what torch's libraries load."""
+    """Checks whether `run --virtual-gpu` works, by a trial, because it depends on the libraries that torch loads."""
     failed = requirements.find_failure()
     if failed is None:
         return Check("virtual GPU", f"works here (`opacus-memprof run --virtual-gpu KIND`): {', '.join(GPUS)}")
@@ -177,7 +177,7 @@ def _virtual_gpu() -> Check:
 
 
 def _variables() -> list[Check]:
-    """Settings of torch's allocator that change what can be known."""
+    """Checks settings of torch's allocator that limit what can be measured."""
     checks = []
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         remedy = "torch then counts nothing itself, so the categories cannot be reconciled: unset it to profile"
@@ -196,7 +196,7 @@ def _rmm() -> list[Check]:
 
 
 def _directory() -> Check:
-    """Whether a profile can be written here, by a trial: permissions alone do not tell."""
+    """Checks whether a profile can be written here, by a trial, because permissions alone are not enough."""
     here = os.getcwd()
     try:
         with tempfile.NamedTemporaryFile(dir=here):
@@ -206,5 +206,5 @@ def _directory() -> Check:
 
 
 def _sentence(error: object) -> str:
-    """The first line of a message, which for CUDA's errors is the one that says something."""
+    """Returns the first line of a message, which in CUDA's errors is the informative one."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches models that a script trains without a PrivacyEngine: without privacy, as a baseline, or with Opacus' modules
-and optimizers constructed by hand.
+"""Attaches models that a program trains without a PrivacyEngine.
 
-Every training constructs an optimizer. The outermost modules that contain its parameters are taken to be models, and
-are attached in their first forward pass with gradients: a script calls `make_private` before that, and if it has,
-nothing is left to do. If no such forward pass is seen, the models are attached at the optimizer's first step.
+Examples are training without privacy, as a baseline, and Opacus' modules and optimizers that are constructed directly.
+
+Every training constructs an optimizer. The outermost modules that contain its parameters are assumed to be models. They
+are attached in their first forward pass with gradients: a program calls `make_private` before that, and then nothing is
+left to do. If no such forward pass is seen, the models are attached at the optimizer's first step.
 """
 
 import copyreg
@@ -35,15 +36,16 @@ T = TypeVar("T")
 
 
 class FollowWithoutEngine:
-    """Patches torch so that models which train without a PrivacyEngine are attached to `session`. Does nothing once
-    anything else has attached a model to it.
+    """Patches torch so that models which train without a PrivacyEngine are attached to `session`.
+
+    Does nothing once anything else has attached a model to it.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._compiled: list[tuple[weakref.ref[Any], bool]] = []  # what torch.compile was called with, and fullgraph
+        self._compiled: list[tuple[weakref.ref[Any], bool]] = []  # argument of torch.compile, and fullgraph
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this object
         self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -86,15 +88,13 @@ class FollowWithoutEngine:
 
         for hook in list(
             root._forward_pre_hooks.values()
-        ):  # too late for this call: torch has listed its hooks already
+        ):  # too late for this call: torch has already listed its hooks
             if isinstance(hook, ModelForwardPreHook):
                 hook(root, args, kwargs)
 
     @contain("following a model that trains without Opacus")
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Attaches models whose forward was not seen, because they are compiled, or the script calls their submodules
-        instead.
-        """
+        """Attaches models whose forward was not seen: they are compiled, or the program calls their submodules."""
         if torch.compiler.is_compiling():
             return
         if optimizer in self._stepped or optimizer not in self._optimizers or self._attached_by_others():
@@ -107,8 +107,9 @@ class FollowWithoutEngine:
                 self._attach(model)
 
     def _models(self, optimizer: Optimizer) -> list[nn.Module]:
-        """The outermost modules that contain parameters of the optimizer. None that FSDP2 has sharded: its modules have
-        other parameters during forward.
+        """Returns the outermost modules that contain parameters of the optimizer.
+
+        Omits modules that FSDP2 has sharded, because they have other parameters during forward.
         """
         trained = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, nn.Parameter)]
         if not trained or any(hasattr(parameter, "_local_tensor") for parameter in trained):
@@ -119,8 +120,9 @@ class FollowWithoutEngine:
         return observations.layer_shapes().modules is not self._modules_when_attached
 
     def _is_traced(self, model: nn.Module) -> bool:
-        """Whether code that was compiled before may call the model: hooks on it would break its graphs. What is
-        compiled after attaching is handled by `hooks.torch_compile`.
+        """Returns whether code that was compiled before may call the model: hooks on it would break its graphs.
+
+        `hooks.torch_compile` handles functions that are compiled after attaching.
         """
         modules = set(_uncompiled_modules(model))
         for reference, fullgraph in self._compiled if modules else ():
@@ -134,8 +136,9 @@ class FollowWithoutEngine:
         return False
 
     def _attach(self, model: nn.Module) -> nn.Module:
-        """Attaches the model and its optimizers. Returns the module that is attached: the model, or the
-        GradSampleModule around it.
+        """Attaches the model and its optimizers.
+
+        Returns the module that is attached: the model, or the GradSampleModule around it.
         """
         with self._lock:  # several threads may run their first forward at once
             return self._attach_locked(model)
@@ -159,13 +162,13 @@ class FollowWithoutEngine:
         root = opacus_model if isinstance(opacus_model, nn.Module) else model
         for (
             module
-        ) in root.modules():  # one of them may have been attached as a model before it became a part of this one
+        ) in root.modules():  # one of them may have been attached as a model before it became a part of this model
             self._attached.discard(module)
             self._stop_waiting(module)
         self._session.attach(model if opacus_model is None else opacus_model, *_dp_optimizers(optimizers))
         self._attached.update((root, *optimizers))
         self._modules_when_attached = observations.layer_shapes().modules
-        for iterator in instances(_BaseDataLoaderIter):  # later ones are tagged by hooks.inputs
+        for iterator in instances(_BaseDataLoaderIter):  # hooks.inputs tags later ones
             tag_dataset(iterator._dataset)
         return root
 
@@ -192,7 +195,7 @@ copyreg.pickle(_FirstForwardHook, tracing.reduce_to_noop)
 
 
 def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hooks would be on: not those inside compiled modules."""
+    """Yields the modules that can have hooks: all except those inside compiled modules."""
     if not tracing.is_compiled(model):
         yield model
         for child in model.children():
@@ -200,7 +203,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _opacus_model(model: nn.Module) -> Any:
-    """The GradSampleModule that the model is or is in, or the GradSampleHooks on it; None without Opacus."""
+    """Returns the GradSampleModule that the model is or is in, or its GradSampleHooks; None without Opacus."""
     from opacus.grad_sample import AbstractGradSampleHooks
 
     for hooks in instances(AbstractGradSampleHooks):
@@ -226,26 +229,27 @@ def _ids(tensors: Iterable[Any]) -> set[int]:
 
 
 def instances(cls: type[T]) -> list[T]:
-    """All live instances of a class. `type(...)` instead of isinstance, which would evaluate weak proxies."""
+    """Returns all live instances of a class. Uses `type(...)`, because isinstance would evaluate weak proxies."""
     return [instance for instance in gc.get_objects() if issubclass(type(instance), cls)]
 
 
 class ModelIndex:
-    """The outermost modules by the parameters in them. It is made by one look through the heap, and again after a
-    module has got another submodule or parameter: a program may construct an optimizer for each parameter of a large
-    model, and a look through its heap takes a tenth of a second.
+    """The outermost modules by the parameters in them.
+
+    The index is built by one search through the heap, and again after a module has got another submodule or parameter.
+    A program may construct an optimizer for each parameter of a large model, and a search takes a tenth of a second.
     """
 
     def __init__(self) -> None:
         self._is_current = False
-        # By the parameter's id: the module that has it, its name there, and the model around it. Even a weak reference
+        # By the parameter's id: the module that has it, its name there, and the outermost module. Even a weak reference
         # to a parameter would keep torch from swapping it.
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]]] = {}
         register_module_module_registration_hook(self._on_registration)
         register_module_parameter_registration_hook(self._on_registration)
 
     def models_of(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
-        """The outermost modules that contain any of these parameters."""
+        """Returns the outermost modules that contain any of these parameters."""
         if not self._is_current:
             self._look_through_heap()
         found: dict[int, nn.Module] = {}

@@ -27,7 +27,7 @@ class Program:
         module: whether `target` is a module.
 
     Raises:
-        MemprofError: there is no such script or module.
+        MemprofError: the script or module does not exist.
     """
 
     def __init__(self, target: str, arguments: Sequence[str], *, module: bool) -> None:
@@ -45,7 +45,7 @@ class Program:
         """Runs the program as the module `__main__`, which stays in sys.modules for its threads and exit handlers."""
         main = ModuleType("__main__")
         if self._module:
-            sys.argv = ["-m", *self._arguments]  # as python has it while it imports the module's packages
+            sys.argv = ["-m", *self._arguments]  # python has this value while it imports the module's packages
             spec, code = _find_module(self._target)
             sys.argv[0] = str(spec.origin)
             attributes = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
@@ -103,8 +103,9 @@ def fork_for_each(ranks: Sequence[int]) -> int:
 
 
 def _wait(child: int) -> int:
-    """Waits for the child and returns its exit code. SIGTERM and SIGINT are forwarded, so that it writes its profile
-    before they end this process.
+    """Waits for the child and returns its exit code.
+
+    Forwards SIGTERM and SIGINT, so that the child writes its profile before they end this process.
     """
 
     def forward(signum: int, _: FrameType | None) -> NoReturn:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a program that runs in this process, from its import of torch until the process ends.
 
-How the program ends does not change: its exit code, its traceback, its exit handlers and the signal that it dies of.
+The end of the program does not change: its exit code, its traceback, its exit handlers and the signal that ends it.
 """
 
 import atexit
@@ -32,7 +32,7 @@ class ProgramRecording:
     """The recording of a program.
 
     Args:
-        directory: where the profile goes.
+        directory: the directory of the profile.
         device: "auto", "cuda" or "cpu".
         max_events: see `opacus_memprof.profile`.
     """
@@ -44,8 +44,8 @@ class ProgramRecording:
         self._session: Session | None = None
         self._torch_imported = False
         self._start_error: MemprofError | None = None  # why the session could not start
-        self._error: BaseException | None = None  # that ended the program
-        self._signal: int | None = None  # that the process must die of
+        self._error: BaseException | None = None  # the exception that ended the program
+        self._signal: int | None = None  # the signal that must end the process
         self._finished = False
         self._sigterm_handled = threading.Event()
         self._pid = os.getpid()
@@ -55,7 +55,7 @@ class ProgramRecording:
 
         Raises:
             SystemExit: the program exits with another code than 0, or has raised.
-            MemprofError: recording could not start; the program has not got beyond its import of torch.
+            MemprofError: recording could not start; the program has ended at its import of torch.
         """
         atexit.register(self._finish)  # registered before the program's own exit handlers, so it runs after them
         AfterImport("torch", self._on_torch_import)
@@ -82,7 +82,7 @@ class ProgramRecording:
             print_exception(error)
             sys.exit(1)
 
-    # --- the beginning of the recording ---
+    # --- begin of the recording ---
 
     def _on_torch_import(self) -> None:
         self._torch_imported = True
@@ -92,10 +92,11 @@ class ProgramRecording:
             session = Session(self._directory, device=self._device, max_events=self._max_events)
             session.start()
         except (MemprofError, ImportError) as error:
-            # Kept, because a script may catch an ImportError of torch and go on, but must not go on unrecorded.
+            # Kept, because a program may catch an ImportError of torch and continue, but must not continue without
+            # recording.
             self._start_error = MemprofError(str(error))
             raise self._start_error from None
-        except Exception as error:  # a fault of the profiler's, which must not end the program
+        except Exception as error:  # a fault of the profiler, which must not end the program
             _print_note(f"recording could not start ({type(error).__name__}: {error}): the program runs without it")
             return
         self._session = session
@@ -193,7 +194,7 @@ class ProgramRecording:
             self._print_result(self._session, profile)
 
     def _print_result(self, session: "Session", profile: Profile) -> None:
-        """Prints the summary. Of several ranks, the last one to end prints that of all."""
+        """Prints the summary. With several ranks, the last one to end prints the summary of all."""
         from opacus_memprof.analysis.job_view import view_job
         from opacus_memprof.analysis.profile_view import view_profile  # not before the program itself is imported
         from opacus_memprof.reports.text import print_job, print_profile

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles a signal in another thread while the main thread is inside a library call, such as a collective whose other
-ranks are gone.
+"""Handles a signal in another thread while the main thread is inside a library call.
 
-Python runs signal handlers in the main thread once it is back in the interpreter, which it never is in such a call. But
-the C-level handler writes the signal's number to a file descriptor immediately (`signal.set_wakeup_fd`). A thread reads
-it, gives the main thread some time, and acts for it. That thread needs the interpreter's lock: in a call that does not
-give it up, as a loop in an extension, the signal waits for the call's end.
+An example is a collective whose other ranks are gone. Python runs signal handlers in the main thread once it is back in
+the interpreter, which never happens in such a call. But the C-level handler writes the signal's number to a file
+descriptor immediately (`signal.set_wakeup_fd`). A thread reads it, gives the main thread some time, and then acts
+itself. That thread needs the interpreter's lock: if a call does not release it, such as a loop in an extension, the
+signal waits for the end of the call.
 """
 
 import contextlib
@@ -49,8 +49,9 @@ def _unset_wakeup_fd(descriptor: int) -> None:
 
 
 def die_of(signum: int) -> None:
-    """Ends this process by the signal, from any thread. C's `signal` resets the handler, because Python's works in the
-    main thread only.
+    """Ends this process by the signal, from any thread.
+
+    Uses C's `signal` to reset the handler, because Python's function works in the main thread only.
     """
     ctypes.CDLL(None).signal(signum, 0)  # SIG_DFL
     os.kill(os.getpid(), signum)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profiling session, from its start to its profile, and tags, which say what a program's allocations are for."""
+"""Profiling sessions, and tags, which say what a program's allocations are for."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ __all__ = ["Session", "current", "one_line", "outcome", "profile", "retag", "tag
 
 
 def tag(name: str) -> native.Tag:
-    """Attributes allocations inside a block or a function to the category `name`, the program's own or a built-in one.
+    """Attributes allocations inside a block or a function to the category `name`.
 
-    Use `with tag("teacher"):`, or the decorator `@tag("teacher")`. It applies to the calling thread only.
+    The category is a built-in one or the program's own. Use `with tag("teacher"):`, or the decorator `@tag("teacher")`.
+    It applies to the calling thread only.
 
     Raises:
         MemprofError: there are more than 64 categories.
@@ -29,10 +30,10 @@ def retag(tensors: Any, name: str) -> int:
 
     Args:
         tensors: a tensor, an iterable of tensors, or nested sequences and mappings of tensors.
-        name: of the category.
+        name: the name of the category.
 
     Raises:
-        MemprofError: as `tag`.
+        MemprofError: there are more than 64 categories.
     """
     return native.retag(tensors, _category_id(name))
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explains out-of-memory errors of a session: writes oom_report.json, .txt and .html into its directory, and adds a
-note to the exception, whose type and message do not change.
+"""Explains out-of-memory errors of a session.
+
+Writes oom_report.json, .txt and .html into its directory, and adds a note to the exception, whose type and message do
+not change.
 
 torch constructs its OutOfMemoryError when the error leaves C++, before any handler of the program runs. While a session
-is recording, the report is written and the note added at that moment, so that both exist for a program that handles the
-exception itself. Errors of CPU allocations are plain RuntimeErrors: their report is written when the exception reaches
-the session, or at its end.
+is recording, the report is written and the note added at that moment. Both therefore exist for a program that handles
+the exception itself. Errors of CPU allocations are plain RuntimeErrors: their report is written when the exception
+reaches the session, or at its end.
 """
 
 import contextlib
@@ -74,9 +76,10 @@ class Forensics:
         error_class.__init__ = init_and_explain
 
     def explain(self, error: BaseException | None = None) -> None:
-        """Writes a report of the allocations that have failed since the last call, if any, and adds a note to `error`
-        if it is an out-of-memory error or was caused by one. Never raises, so that the program's own error is not
-        hidden.
+        """Writes a report of the allocations that have failed since the last call, if any.
+
+        Also adds a note to `error` if it is an out-of-memory error or was caused by one. Never raises, so that the
+        program's own error is not hidden.
         """
         if self._is_explaining or os.getpid() != self._pid:
             return
@@ -85,7 +88,7 @@ class Forensics:
             failed = native.failures()
             explained = error if is_out_of_memory(error) else None
             if explained is None:
-                # Without an exception, failures on a GPU are torch's trials, such as those of cuDNN's workspaces.
+                # Without an exception, failures on a GPU are trials of torch, such as for cuDNN's workspaces.
                 failed = [failure for failure in failed if failure["device"] == "cpu"]
             if failed and failed[-1]["number"] >= self._explained:
                 self._explained = failed[-1]["number"] + 1
@@ -111,7 +114,7 @@ class Forensics:
             native.write_meta()
         try:
             replayed = core.replay(str(self._directory), _TIMELINE_POINTS)
-        except RuntimeError:  # the event file cannot be read: the report uses what the failure itself contains
+        except RuntimeError:  # the event file cannot be read: the report uses the data of the failure itself
             replayed = None
         piled_up = any(each["kind"] == "captures" for each in observations.recorded())
         captures = observations.captures() if piled_up else None

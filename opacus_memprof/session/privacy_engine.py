@@ -32,11 +32,12 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         return prepared
 
     def save_privacy_check(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was proved of the models that this engine has made private. Of several ranks, the first
-        writes it.
+        """Writes what was proved about the models that this engine made private.
+
+        With several ranks, only the first one writes.
 
         Args:
-            path: of the file, such as "privacy_check.json".
+            path: the path of the file, such as "privacy_check.json".
 
         Raises:
             MemprofError: nothing has been made private, or the file cannot be written.
@@ -47,7 +48,7 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
         """Saves a checkpoint as Opacus does, and writes `privacy_check.json` into the directory of the checkpoint.
 
         Args:
-            path: of the checkpoint, or a file object, beside which nothing is written.
+            path: the path of the checkpoint, or a file object, for which no `privacy_check.json` is written.
             kwargs: see Opacus.
 
         Raises:
@@ -58,11 +59,13 @@ class PrivacyEngine(FlashClipEngineMixin, opacus.PrivacyEngine):  # type: ignore
             self.save_privacy_check(_beside(path))
 
     def load_checkpoint(self, *, path: Any, **kwargs: Any) -> Any:
-        """Loads a checkpoint as Opacus does. Before the first step, it also keeps the content of `privacy_check.json`
-        beside the checkpoint, under `earlier`.
+        """Loads a checkpoint as Opacus does.
+
+        Before the first step, it also keeps the content of `privacy_check.json` next to the checkpoint, under
+        `earlier`.
 
         Args:
-            path: of the checkpoint, or a file object.
+            path: the path of the checkpoint, or a file object.
             kwargs: see Opacus.
 
         Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a run: its metadata, how the program has ended, and the session's profile, complete or so far."""
+"""Describes a run: its metadata, how the program ended, and the session's profile, complete or so far."""
 
 import os
 import platform
@@ -22,13 +22,13 @@ from opacus_memprof.session.out_of_memory import is_out_of_memory
 
 
 class Result:
-    """What a session knows about its profile.
+    """The profile of a session and its metadata.
 
     Attributes:
         profile: the content of profile.json, once it is written.
         live_at_end: the bytes by device and category that were live at the end of the recording; None before.
-        warnings: sentences about what the profile cannot know.
-        pid: of the process that records.
+        warnings: sentences about the limits of the profile.
+        pid: the id of the recording process.
     """
 
     def __init__(self, directory: Path, warnings: list[str]) -> None:
@@ -40,10 +40,10 @@ class Result:
         self._started_unix_ns = time.time_ns()
         self._peaks: dict[str, LivePeak] = {}
         self._facts: list[dict[str, Any]] = []
-        self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped until then
+        self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped so far
 
     def read_figures(self) -> None:
-        """Keeps what only the recording process can read, before anything is undone. Each figure is read separately."""
+        """Keeps the figures that only the recording process can read, before anything is undone."""
         with contain("reading the live bytes"):
             self.live_at_end = live.read_breakdown()
         with contain("reading the peaks"):
@@ -128,7 +128,7 @@ class Result:
 
 
 def outcome(error: BaseException | None) -> tuple[str, int]:
-    """Returns a program's status and exit code, from the exception that ended it, if any."""
+    """Returns a program's status and exit code. `error` is the exception that ended it, or None."""
     code = 1
     if error is None:
         code = 0

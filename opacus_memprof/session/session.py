@@ -56,17 +56,17 @@ def profile(
     """Returns a session for a `with` block: `with opacus_memprof.profile("memprof_profile") as session:`.
 
     Args:
-        directory: where the profile goes; an earlier profile there is replaced. If a launcher has started several
-            processes, each writes into a directory of its own in it: `rank_0`, `rank_1` …
-        device: "auto" (CUDA if there is a GPU, else the CPU), "cuda" or "cpu".
-        max_events: the most events in the event files, at 32 bytes each. For a longer run they contain the beginning,
-            the peak and the end.
-        stream: where live memory by category, device, step and phase goes while the session runs: a file that ends in
-            .jsonl or .prom, an address such as "http://127.0.0.1:9464" for Prometheus, or several of these.
+        directory: the directory of the profile; an earlier profile there is replaced. If a launcher has started several
+            processes, each writes into its own subdirectory: `rank_0`, `rank_1` …
+        device: "auto" (CUDA if there is a GPU, otherwise the CPU), "cuda" or "cpu".
+        max_events: the maximum number of events in the event files, at 32 bytes each. For a longer run they contain the
+            beginning, the peak and the end.
+        stream: the destination of live memory by category, device, step and phase during the session: a file that ends
+            in .jsonl or .prom, an address such as "http://127.0.0.1:9464" for Prometheus, or several of these.
         stream_interval: seconds between two readings.
 
     Raises:
-        MemprofError: on entering, when another session is running, the device is unknown or absent, max_events is out
+        MemprofError: raised on entering. Another session is running, the device is unknown or absent, max_events is out
             of range, the directory cannot be written, is in use or holds other files, the stream cannot be started, or
             the process was forked from one that had used opacus_memprof.
     """
@@ -80,8 +80,8 @@ class Session:
         directory: the profile's directory.
         result: the content of profile.json, once the session has ended.
         device: "cuda" or "cpu", once started.
-        warnings: sentences on what this profile cannot know; they end up in profile.json.
-        job: the content of ranks.json, in the process of a distributed job that ends last, after its end; else None.
+        warnings: sentences about the limits of this profile, which are also in profile.json.
+        job: the content of ranks.json, after the end of the last process of a distributed job; otherwise None.
     """
 
     def __init__(
@@ -102,18 +102,22 @@ class Session:
         self._max_events = max_events
         self._stream_to = stream
         self._stream_interval = stream_interval
-        self._changes = Attachment("what the session has changed")  # of the process, and of what is attached
+        self._changes = Attachment("what the session has changed")  # of the process, and of attached objects
         self._claim = Attachment("the claim of the profile's directory")
         self._follows_engines = False
         self._privacy_checks: list[Callable[[], dict[str, Any]]] = []
         self._forensics: Forensics | None = None
         self._result: Result | None = None  # once started
 
-    # --- the whole ---
+    # --- begin and end ---
 
     def start(self) -> None:
-        """Starts recording; raises MemprofError as `profile` says. Other failures do not end the program: the
-        profile has a sentence on them.
+        """Starts recording.
+
+        A failure other than MemprofError does not end the program: the profile contains a sentence about it.
+
+        Raises:
+            MemprofError: see `profile`.
         """
         global _current
         if (running := current()) is not None:
@@ -147,7 +151,7 @@ class Session:
             apply("the stream", self._start_stream)
         except BaseException:
             self._changes.detach()
-            if is_empty:  # an earlier profile there stays if this one was refused before
+            if is_empty:  # an earlier profile stays if this session was refused before
                 self._claimed.clear()
             self._claim.detach()
             raise
@@ -158,8 +162,8 @@ class Session:
 
         Args:
             status: "finished", "failed", "out_of_memory" or "killed".
-            exit_code: the program's, as a shell would see it.
-            error: what ended the program, in one line.
+            exit_code: the program's exit code, as a shell would see it.
+            error: the reason why the program ended, in one line.
 
         Raises:
             MemprofError: profile.json could not be written. Recording is stopped and all changes are undone.
@@ -207,7 +211,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._result is None or self._result.pid != os.getpid():
-            return  # a forked child that leaves the block; the profile is its parent's
+            return  # a forked child leaves the block; the profile belongs to its parent
         status, exit_code, line = ("finished", 0, None) if error is None else ("failed", 1, type(error).__name__)
         with contain("describing how the program has ended"):
             status, exit_code = outcome(error)
@@ -216,13 +220,13 @@ class Session:
             self.explain(error)
         try:
             self.close(status, exit_code, line)
-        except MemprofError as failure:  # the training is done, and its result must not be lost over this
+        except MemprofError as failure:  # the training is done, and its result must not be lost because of this
             faults.record(str(failure))
 
-    # --- what to look at ---
+    # --- attached objects and live figures ---
 
     def attach(self, *objects: Any) -> None:
-        """Follows these until the session ends.
+        """Follows these objects until the session ends.
 
         Args:
             objects: a PrivacyEngine (follows the results of every engine's make_private), a model, an optimizer, or all
@@ -233,7 +237,8 @@ class Session:
         """
         changes: list[tuple[str, Callable[[Attachment], None]]] = []
         try:
-            # Only what attaches needs Opacus. It comes first, because `run` attaches PrivacyEngine when it is imported.
+            # Only attaching needs Opacus. The import comes first, because `run` attaches PrivacyEngine when it is
+            # imported.
             import opacus  # noqa: F401
 
             from opacus_memprof import hooks
@@ -252,13 +257,14 @@ class Session:
             self._changes.apply(name, change)
 
     def follow_privacy_check(self, check: Callable[[], dict[str, Any]]) -> None:
-        """Writes what `check` returns, the content of privacy_check.json, into the directory at the end."""
+        """Writes the result of `check`, the content of privacy_check.json, into the directory at the end."""
         if check not in self._privacy_checks:
             self._privacy_checks.append(check)
 
     def snapshot(self, name: str) -> Snapshot:
-        """Counts every live byte by category now, reconciles the sum with what the allocator counts, and appends
-        the result to snapshots.jsonl.
+        """Counts every live byte by category now, and compares the sum with the allocator's count.
+
+        Appends the result to snapshots.jsonl.
 
         Returns:
             The snapshot: `taken.devices["cuda:0"].categories`, or by keys. Its `remainder` is 0, unless one of the
@@ -268,17 +274,17 @@ class Session:
             MemprofError: the session is not recording.
         """
         if _current is not self or self._result is None or self._result.pid != os.getpid():
-            raise MemprofError("a snapshot is of a session that records: take it between its start and its end")
+            raise MemprofError("a snapshot needs a session that records: take it between its start and its end")
         with contain("taking a snapshot"):
             return self._snapshot(name)
         return Snapshot(name=name, index=-1, unix_ns=time.time_ns(), step=0, logical_step=0, devices={})
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that are live now, by device and category, without empty categories. It costs
-        microseconds. After the end of the session, it returns what was live at the end.
+        """Returns the bytes that are live now, by device and category, without empty categories.
 
-        Whether a tensor of a forward pass is an activation or a temporary is known only when it is freed. Until then
-        it is `forward_undecided`.
+        A call takes microseconds. After the end of the session, it returns the bytes that were live at the end. A
+        tensor of a forward pass is known to be an activation or a temporary only when it is freed. Until then it is
+        `forward_undecided`.
         """
         if self._result is not None and self._result.live_at_end is not None:
             return self._result.live_at_end
@@ -287,21 +293,24 @@ class Session:
         return {}
 
     def peak(self) -> dict[str, Peak]:
-        """Returns the instant of each device's highest requested bytes so far: `session.peak()["cuda:0"].categories`,
-        or by keys. It is the `peak` of profile.json, during the session and after its end.
+        """Returns the peak of each device so far: the instant of its highest requested bytes.
 
-        While the session records, a call reads all events again if there are new ones, which takes some tenths of a
-        second for each million: in a loop use `breakdown`, or `profile(stream=...)`, which has the highest bytes too.
+        Use it as `session.peak()["cuda:0"].categories`, or by keys. It equals `peak` in profile.json, during the
+        session and after its end.
+
+        While the session records, a call reads all events again if there are new ones. This takes some tenths of a
+        second for each million events. In a loop use `breakdown`, or `profile(stream=...)`, which includes the highest
+        bytes too.
 
         Raises:
             MemprofError: the session has not started, or was discarded.
         """
         if self._result is None or (_current is not self and self._result.profile is None):
-            raise MemprofError("there is no peak of a session that has not started, or has left no profile")
+            raise MemprofError("a session that has not started, or has left no profile, has no peak")
         return {name: device.peak for name, device in self._result.so_far().devices.items()}
 
     def _repr_html_(self) -> str | None:
-        """Returns the report of the session so far, in a frame of its own for notebooks."""
+        """Returns the report of the session so far, in a separate frame, for notebooks."""
         if self._result is None:
             return None
         from opacus_memprof.analysis.profile_view import view_profile  # only a notebook needs it
@@ -311,14 +320,15 @@ class Session:
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:
-        """Writes oom_report.txt, .json and .html if memory has run out since the last call, and attaches a note to the
-        exception. torch.OutOfMemoryError needs no call; `close` prints the report to stderr.
+        """Writes oom_report.txt, .json and .html if memory has run out since the last call, and adds a note to `error`.
+
+        torch.OutOfMemoryError needs no call; `close` prints the report to stderr.
         """
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain(error)
 
-    # --- beginning, end, and what goes wrong ---
+    # --- begin, end, and failures ---
 
     def _install_allocator(self, changes: Attachment) -> None:
         if not allocators.is_installed(self.device):
@@ -332,7 +342,7 @@ class Session:
             if (gpus := virtual_gpu.describe_gpus()) is not None:
                 run["virtual"] = gpus
         changes.on_detach(native.stop_events)
-        changes.on_detach(lambda: native.set_phase(native.phase_id("idle")))  # a forward that failed has left its own
+        changes.on_detach(lambda: native.set_phase(native.phase_id("idle")))  # a forward that failed has left its phase
         with _directory_errors(self.directory):
             native.start_events(str(self.directory), self._max_events, to_json(run))
 
@@ -345,7 +355,7 @@ class Session:
             changes.on_detach(Stream(make_sinks(self._stream_to), self._stream_interval, self._warn).stop)
 
     def _keep_figures(self) -> None:
-        """Keeps what is lost with the recording, and takes the last snapshot: every profile is reconciled once."""
+        """Keeps the figures that are lost with the recording, and takes the last snapshot, which every profile has."""
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain()
@@ -365,7 +375,7 @@ class Session:
         return snapshot
 
     def _finish_job(self) -> None:
-        """Writes the job's summary, if it can: what the other ranks have left must not cost this one's result."""
+        """Writes the job's summary, if possible. Damaged files of other ranks must not lose this rank's result."""
         try:
             self.job = job_directory.write_job_summary(self._claimed)
         except MemprofError as error:
@@ -386,7 +396,7 @@ class Session:
 
 @contextlib.contextmanager
 def _directory_errors(directory: Path) -> Iterator[None]:
-    """Converts OSError to MemprofError: the user can choose another directory."""
+    """Converts OSError to MemprofError, because the user can choose another directory."""
     try:
         yield
     except OSError as error:

@@ -112,10 +112,10 @@ def test_directories_without_results_are_refused(
     for content, sentence in (
         (None, "there is no result in"),
         ("{", "cannot be read"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"experiment": "hooks"}', "is not an experiment's result"),
         ('{"experiment": "hooks", "breakdown": {}, "format": 2}', "has format 2, and this release reads up to 1"),
-        ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is not the profiler's, for it lacks config"),
+        ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is not the profiler's, because it lacks config"),
     ):
         if content is not None:
             (tmp_path / "result.json").write_text(content)

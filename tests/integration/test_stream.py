@@ -242,7 +242,7 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         ({"stream": 9464}, "cannot stream to 9464"),
         ({"stream": "/proc/none/memory.jsonl"}, "cannot stream to /proc/none/memory.jsonl"),
         ({"stream": "/proc/none/memory.prom"}, "cannot stream to /proc/none/memory.prom"),
-        ({"stream": "memory.jsonl", "stream_interval": 0}, "a stream_interval of 0 s cannot be kept"),
+        ({"stream": "memory.jsonl", "stream_interval": 0}, "the stream_interval 0 is not possible"),
     ],
 )
 def test_what_is_refused(

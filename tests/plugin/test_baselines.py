@@ -112,10 +112,10 @@ def test_rel(memprof, rel):
     result.stdout.fnmatch_lines_random(
         [
             "*broken.json cannot be read (*): restore it from version control*",
-            "*list.json cannot be read (it holds no JSON object): restore it from version control*",
-            "*foreign.json is not the profiler's, for its format is None: restore it*",
+            "*list.json cannot be read (it is not a JSON object): restore it from version control*",
+            "*foreign.json is not the profiler's, because its format is None: restore it*",
             "*future.json has format 2, and this release reads up to 1: *",
-            "*partial.json is not the profiler's, for baselines[[]0].peak_bytes should be a whole number and is text*",
+            "*partial.json is not the profiler's, because baselines[[]0].peak_bytes should be a whole number and is *",
             "*gpu.json has no baseline for cpu, *, only for NVIDIA H200, *: run with --memprof-update-baselines*",
             "*older.json has no baseline for cpu, *, only for cpu, torch 2.0.0, *",
             "*there is no baseline *absent.json: run with --memprof-update-baselines and commit the file",

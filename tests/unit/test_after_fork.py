@@ -113,7 +113,7 @@ def test_a_child_records_or_is_refused(method: str, parent: str, expected: list[
     assert len(lines) == len(expected), ended
     for line, wanted in zip(lines, expected, strict=True):
         if wanted == "refused":
-            assert "was forked after opacus_memprof had been used, and records nothing: start it by spawn" in line
+            assert "was forked after opacus_memprof had been used, and cannot record: start it by spawn" in line
             assert line.endswith("True")
         else:
             assert line == wanted

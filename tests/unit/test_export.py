@@ -199,7 +199,7 @@ def test_a_profile_that_lacks_what_the_format_has_is_refused_in_a_sentence(
     for command in (["report", directory, "--html", "--perfetto"], ["diff", directory, directory]):
         error = CliRunner().invoke(app, [*map(str, command)]).exception
         assert isinstance(error, MemprofError)
-        assert f"is not the profiler's, for it lacks {'.'.join(keys)}: profile again" in str(error)
+        assert f"is not the profiler's, because it lacks {'.'.join(keys)}: profile again" in str(error)
 
 
 def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_whatever_is_wrong_is_named(file: Path, kind: type[JsonObject], tmp_path
         with pytest.raises(MemprofError) as refused:
             read_json_object(tmp_path / "bad.json", kind)
         sentence = str(refused.value)
-        assert sentence.startswith(f"{tmp_path / 'bad.json'} is not the profiler's, for {place} should be ")
+        assert sentence.startswith(f"{tmp_path / 'bad.json'} is not the profiler's, because {place} should be ")
         assert sentence.endswith(" and is an object: profile again")
         assert "\n" not in sentence
 
@@ -68,17 +68,17 @@ def test_what_is_read_is_what_was_written(file: Path, kind: type[JsonObject]) ->
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"pid": "1"}, "for pid should be a whole number and is text"),
-        ({"pid": True}, "for pid should be a whole number and is true or false"),
-        ({"error": 7}, "for error should be text or null and is a whole number"),
-        ({"warnings": {}}, "for warnings should be a list and is an object"),
-        ({"warnings": ["a", None]}, "for warnings[1] should be text and is null"),
+        ({"pid": "1"}, "because pid should be a whole number and is text"),
+        ({"pid": True}, "because pid should be a whole number and is true or false"),
+        ({"error": 7}, "because error should be text or null and is a whole number"),
+        ({"warnings": {}}, "because warnings should be a list and is an object"),
+        ({"warnings": ["a", None]}, "because warnings[1] should be text and is null"),
         (
             {"events": {"recorded": 1, "dropped": 0, "capacity": 9, "closed": True}},
-            "for it lacks events.contradictions",
+            "because it lacks events.contradictions",
         ),
-        ({"format": "1"}, "for its format is '1'"),
-        ({"format": 0}, "for its format is 0"),
+        ({"format": "1"}, "because its format is '1'"),
+        ({"format": 0}, "because its format is 0"),
     ],
 )
 def test_in_words(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:

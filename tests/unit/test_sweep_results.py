@@ -138,7 +138,7 @@ def test_a_damaged_result_is_refused_in_a_sentence(tmp_path: Path, part: tuple[s
     lacking = ".".join([*part, key])
     assert (
         str(refused.value)
-        == f"{file} is not the profiler's, for it lacks {lacking}: remove it, or run the experiment again"
+        == f"{file} is not the profiler's, because it lacks {lacking}: remove it, or run the experiment again"
     )
 
 

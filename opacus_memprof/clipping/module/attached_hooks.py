@@ -23,8 +23,9 @@ class AttachedHooks:
     trained parameter is watched for gradients from autograd.
 
     Args:
-        handles: the list to which the handles of all hooks are added. before_entry, before_layer: forward pre-hooks
-        with kwargs. after_entry, after_layer: forward hooks with kwargs, which are also called if the forward raises.
+        handles: the list to which the handles of all hooks are added.
+        before_entry, before_layer: forward pre-hooks with kwargs.
+        after_entry, after_layer: forward hooks with kwargs, which are also called if the forward raises.
         note_gradient: called with the name of a parameter that autograd has given a gradient.
     """
 

@@ -29,7 +29,8 @@ class Call:
     """A program's call of the model or of a part of it.
 
     Attributes:
-        entry: the module that is called. args, kwargs: its arguments.
+        entry: the module that is called.
+        args, kwargs: its arguments.
         is_off: whether the call is ignored, because gradients are disabled or the module is in eval mode.
         depth: the number of running calls of this module; above 1 if it calls itself.
         random: the initial state of the random number generators; None while a CUDA graph is captured.

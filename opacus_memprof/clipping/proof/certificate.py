@@ -78,8 +78,8 @@ class Description:
         module: the name of the module that is called; "" for the model.
         arguments: the kinds of its arguments, such as "Tensor[B, n] float32".
         autocast: the dtype of autocast; None without it.
-        evaluating: names of the modules that are in evaluation mode. trained_parameters, trained_elements: the number
-        of trained tensors, and of their elements.
+        evaluating: names of the modules that are in evaluation mode.
+        trained_parameters, trained_elements: the number of trained tensors, and of their elements.
         tapped_layers: the number of layers whose inputs and output gradients are used.
         repeated: the modules whose forwards are repeated: name, way, and the parameters' names in them.
     """

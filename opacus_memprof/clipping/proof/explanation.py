@@ -39,7 +39,8 @@ class RecordedForward:
     """A forward whose step will be explained.
 
     Attributes:
-        module: the module that was called. args, kwargs: copies of its arguments.
+        module: the module that was called.
+        args, kwargs: copies of its arguments.
         batch: the number of samples.
         random: the initial state of the random number generators.
         state: the initial state of the module.

@@ -26,7 +26,8 @@ class JointProof:
 
     Attributes:
         is_new: whether a situation is proved for the first time, rather than checked again.
-        is_own: whether it is the situation of this rank's batch. args, kwargs: the arguments, with one rank's samples.
+        is_own: whether it is the situation of this rank's batch.
+        args, kwargs: the arguments, with one rank's samples.
         batch: the number of samples.
         random: the initial state of the random number generators.
     """

@@ -183,8 +183,8 @@ class Holders:
         mappings: attributes of configurations and similar objects, dictionaries, and attributes of classes.
         lists: lists of plain values.
         variables: global variables, each as the module's dictionary and a name.
-        cells: closure variables that are plain values. held, sizes: the identities of the objects in the places, and
-        the lengths of mappings and lists.
+        cells: closure variables that are plain values.
+        held, sizes: the identities of the objects in the places, and the lengths of mappings and lists.
 
     Args:
         ignored: identities of mappings and lists, and places, that are ignored.

@@ -45,7 +45,8 @@ class Probe(SampleForwards):
     Args:
         model: the module that was called: the model, or a part of it.
         registry: the layers; changed where a layer must be repeated with its enclosing module.
-        hooks: the hooks of the layers. args, kwargs: the arguments of the model.
+        hooks: the hooks of the layers.
+        args, kwargs: the arguments of the model.
         run_model: runs the model's forward without the model's own hooks.
         attach: called after `registry` has changed.
 

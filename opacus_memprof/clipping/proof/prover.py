@@ -67,7 +67,8 @@ class Program:
     Attributes:
         module: the module that is called.
         run: calls it, with the hooks of layers.
-        hooks: the hooks of the layers. args, kwargs: its arguments.
+        hooks: the hooks of the layers.
+        args, kwargs: its arguments.
         batch: the number of samples.
         drawn: the number of samples for which gradients of outputs are drawn; larger than `batch` for a part of a
             batch.

@@ -40,7 +40,8 @@ class SampleForwards:
 
     Args:
         model: the module that was called: the model, or a part of it.
-        hooks: the hooks of the layers. args, kwargs: the arguments of the module.
+        hooks: the hooks of the layers.
+        args, kwargs: the arguments of the module.
         run_model: runs the module's forward with the hooks of users, without its entry hooks.
     """
 
