@@ -89,13 +89,16 @@ class GradientTap final : public Node {
     at::Tensor gradient = std::move(gradients[0]);
     if (!gradient.defined()) gradient = input_metadata(0).zeros_like();
     const at::Tensor input = has_input_ ? input_.unpack(getptr()) : at::Tensor();
+    // Only a backward with create_graph=True passes on a gradient that requires grad.
+    const bool is_graph_created = at::GradMode::is_enabled();
     {
       const at::NoGradGuard no_grad;
       const WithoutAutocast no_autocast(gradient.device().type());
-      pass_on(input, gradient);
+      const bool is_detached = gradient.requires_grad() && !is_graph_created;
+      pass_on(input, is_detached ? gradient.detach() : gradient);
     }
     if (is_anchored_) return {at::Tensor()};
-    if (at::GradMode::is_enabled()) gradient = once_differentiable(gradient);
+    if (is_graph_created) gradient = once_differentiable(gradient);
     return {std::move(gradient)};
   }
 

@@ -99,6 +99,8 @@ class LayerHooks:
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
+        if self.is_probing:
+            _refuse_functional_calls(layer)
         running = self._running[layer] = Running(_freeze(layer))
         if isinstance(layer, GenericLayer):
             if layer.way == "whole" or self.observe is not None:
@@ -312,6 +314,21 @@ def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if isinstance(value, torch.Tensor):
             return key, value
     return None, layer.check_input(None)
+
+
+def _refuse_functional_calls(layer: Layer) -> None:
+    """Raises MemprofError if the layer runs in a transform of torch.func, or with parameters that are not its own."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MemprofError(
+            f"{layer.describe()} is called in a transform of torch.func (vmap, grad, jvp, ...), inside of which "
+            "flash_clip does not see the gradients of its output: call the layer outside of it, or freeze the layer."
+        )
+    if any(parameter is not None and not parameter.is_leaf for parameter in layer.module._parameters.values()):
+        raise MemprofError(
+            f"{layer.describe()} is called with other tensors instead of its parameters (torch.func.functional_call), "
+            "whose gradients flash_clip does not form: call torch.nn.functional with these tensors in the forward of "
+            "the module that has the parameters, or freeze it."
+        )
 
 
 def _freeze(layer: Layer) -> list[nn.Parameter]:

@@ -226,6 +226,17 @@ def test_gradients_must_be_cleared_between_steps(passes: int) -> None:
             optimizer.step()
 
 
+def test_gradients_of_all_parameters_must_be_cleared() -> None:
+    module, optimizer = private(mlp(), 1)
+    x = torch.randn(4, 9, dtype=torch.float64)
+    module(x).sum().backward()
+    optimizer.step()
+    optimizer.params[0].summed_grad = optimizer.params[0].grad = None
+    module(x).sum().backward()
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.step()
+
+
 def test_steps_without_a_backward() -> None:
     _, optimizer = private(mlp(), 1)
     with pytest.raises(MemprofError, match="without a backward pass"):
@@ -287,9 +298,15 @@ def test_parameters_stay_trainable_when_a_forward_fails() -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_gradients_of_gradients() -> None:
-    module, _ = private(mlp(), 1)
-    x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+def test_gradients_of_gradients(passes: int) -> None:
+    module, _ = private(mlp(), passes)
+    loss = module(torch.randn(4, 9, dtype=torch.float64)).square().sum()
+    with pytest.raises(MemprofError, match="with create_graph=True, but flash_clip has no second derivatives"):
+        loss.backward(create_graph=True)
+
+
+def test_gradient_given_to_backward_may_require_grad() -> None:
+    module, optimizer = private(mlp(), 1)
+    output = module(torch.randn(4, 9, dtype=torch.float64))
+    output.backward(torch.ones_like(output).requires_grad_())
+    optimizer.step()

@@ -283,7 +283,7 @@ FAULTS = [
         "            _check_processed_flag(parameter.summed_grad)",
         "            pass",
         "The noisy gradient of the last step is part of the next one.",
-        integration("flash_clip_refusals::gradients_must_be_cleared_between_steps"),
+        integration("flash_clip_refusals::gradients_of_all_parameters_must_be_cleared"),
     ),
     Fault(
         "optimizer_lacks_parameters",

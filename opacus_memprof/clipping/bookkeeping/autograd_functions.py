@@ -5,6 +5,7 @@ Outputs of layers have `receive_gradient` (called by a C++ node or by GradientTa
 TwoPassBackward. The forward of each autograd function is the identity.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +30,13 @@ def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) 
             dimension), the number of samples, and the number of the forward.
         x: the input; None where it is not needed.
         g: the gradient of the output.
+
+    Raises:
+        MemprofError: backward runs with create_graph=True.
     """
     layer, bookkeeping, where, batch, forward = call
+    if g.requires_grad:
+        raise _twice(layer.describe())
     if where is not None:
         g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
@@ -44,6 +50,27 @@ def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -
         bookkeeping.add(layer, x, g, forward)
     except MemprofError as error:
         bookkeeping.refusal.add(error)
+
+
+def _twice(what: str) -> MemprofError:
+    return MemprofError(
+        f"backward goes through {what} with create_graph=True, but flash_clip has no second derivatives, so that a "
+        "loss of gradients (a gradient penalty, forces, a Hessian) has no per-sample gradients: leave that term out, "
+        "or compute it by finite differences."
+    )
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a backward that refuses create_graph=True."""
+    differentiable_once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in gradients):
+            raise _twice(ctx.layer.describe() if isinstance(getattr(ctx, "layer", None), Layer) else "the model")
+        return differentiable_once(ctx, *gradients)
+
+    return checked
 
 
 class GradientTap(torch.autograd.Function):
@@ -99,7 +126,7 @@ class CallTap(torch.autograd.Function):
         return tuple(output.detach() for output in tensors[:count])
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(gradients[0].device.type, enabled=False):
             call = ctx.call.with_tensors(ctx.saved_tensors)
@@ -122,7 +149,7 @@ class TwoPassBackward(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
         outputs, ctx.outputs = ctx.outputs, []
         ctx.run([(output, g) for output, g in zip(outputs, gradients, strict=True) if g is not None])

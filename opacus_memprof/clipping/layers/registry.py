@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -129,6 +130,11 @@ def check_model(model: nn.Module) -> None:
             per-sample gradients do not exist.
     """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise MemprofError(
+                f"{name or 'the model'} is a TorchScript module, inside of which flash_clip sees no layers: train the "
+                "Python module that it was made from, or freeze it."
+            )
         mixes = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)
         if module.training and (mixes or (isinstance(module, _InstanceNorm) and module.track_running_stats)):
             raise MemprofError(
