@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a script's private training loop for two logical steps and compares each with clipping by hand."""
+"""Follows a program's private training loop for two logical steps and compares each with clipping by hand."""

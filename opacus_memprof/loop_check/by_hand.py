@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradients of recorded batches: the plain model is run again, and backward runs once for each sample."""
+"""Per-sample gradients of recorded batches: runs the plain model again, with one backward for each sample."""
 
 import functools
 import math
@@ -23,8 +23,8 @@ class Batch:
     """A physical batch clipped by hand.
 
     Attributes:
-        norms: of the samples.
-        clipped: how many of them were clipped.
+        norms: the gradient norms of the samples.
+        clipped: the number of samples that were clipped.
         total: the sum of the clipped gradients, in float64.
     """
 
@@ -66,10 +66,10 @@ def clip_by_hand(batch: PhysicalBatch, bound: float | list[float], names: list[s
 
 
 def per_sample_gradients(batch: PhysicalBatch) -> Iterator[Gradients]:
-    """The gradient of each sample, in float64.
+    """Yields the gradient of each sample, in float64.
 
-    The whole batch is run again with the recorded random numbers, so that dropout is the same, and backward starts from
-    one sample's rows. A loss that the model itself computes has no rows: then each sample is run alone.
+    Runs the whole batch again with the recorded random numbers, so that dropout is the same. Backward starts from one
+    sample's rows at a time. A loss that the model itself computes has no rows; in this case each sample runs alone.
 
     Raises:
         NotCheckedError: the batch cannot be computed again.
@@ -104,7 +104,7 @@ def per_sample_gradients(batch: PhysicalBatch) -> Iterator[Gradients]:
 
 
 def _rows_of(cotangent: torch.Tensor, n: int, size: int) -> torch.Tensor:
-    """The cotangent with zeros for all other samples."""
+    """Returns the cotangent with zeros for all other samples."""
     rows = len(cotangent) // size
     alone = torch.zeros_like(cotangent)
     alone[n * rows : (n + 1) * rows] = cotangent[n * rows : (n + 1) * rows]
@@ -144,7 +144,7 @@ def run_again(call: Call, change: Callable[[torch.Tensor], torch.Tensor] | None 
         change: applied to each tensor among the inputs.
 
     Returns:
-        The outputs that the call had, by index.
+        The outputs of the call, by index.
 
     Raises:
         NotCheckedError: the model cannot be run again, or gives other outputs for the same inputs.
@@ -157,7 +157,7 @@ def run_again(call: Call, change: Callable[[torch.Tensor], torch.Tensor] | None 
     try:
         with torch.enable_grad(), call.autocast():
             leaves = tree_flatten(plain(*args, **kwargs))[0]
-    except Exception as error:  # models raise anything
+    except Exception as error:  # a model may raise anything
         raise NotCheckedError(f"the model cannot be run again on recorded inputs ({first_line(error)}).") from error
     if any(i >= len(leaves) for i in call.outputs):
         raise NotCheckedError("the model returns other outputs when it is run again on the same inputs.")
@@ -171,7 +171,7 @@ def run_again(call: Call, change: Callable[[torch.Tensor], torch.Tensor] | None 
 
 
 def _prepared(call: Call) -> nn.Module:
-    """The plain copy in the state that the model had at the call."""
+    """Returns the plain copy in the state that the model had at the call."""
     root = call.root
     if root.plain is None:
         raise NotCheckedError(f"the model cannot be copied ({root.why_no_copy}).")
@@ -190,20 +190,20 @@ def _prepared(call: Call) -> nn.Module:
 
 
 def draws_random_numbers(call: Call) -> bool:
-    """Whether the model draws random numbers in this call."""
+    """Returns whether the model draws random numbers in this call."""
     run_again(call)
     return RandomState().differs(call.random)
 
 
 def mixing_module(call: Call) -> tuple[str, float] | None:
-    """The module in which one sample changes the output of another, and the relative size of the change.
+    """Returns the module in which one sample changes the output of another, and the relative size of the change.
 
-    For each bit of a sample's index the samples without that bit keep their inputs and the others get those of their
-    neighbours, then the reverse. Each pair of samples is separated by some bit. Random numbers are the same.
+    For each bit of a sample's index, samples without that bit keep their inputs and the others get inputs of their
+    neighbours, then the reverse. Some bit separates each pair of samples. Random numbers are the same.
 
     Returns:
-        The name of the first module with such an output, or of none ("") if only the model's outputs change; None if
-        the samples are processed separately.
+        The name of the first module with such an output, or "" if only the model's outputs change; None if the samples
+        are processed separately.
 
     Raises:
         NotCheckedError: the model cannot be run on such inputs.
@@ -233,7 +233,7 @@ def _replaced(kept: torch.Tensor, size: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _change(found: torch.Tensor, expected: torch.Tensor, kept: torch.Tensor) -> float:
-    """The largest relative difference of the kept samples' rows; 0 within rounding."""
+    """Returns the largest relative difference of the kept samples' rows; 0 within rounding."""
     if found.shape != expected.shape or found.dim() == 0 or len(found) % len(kept):
         return 0.0
     rows = kept.to(found.device).repeat_interleave(len(found) // len(kept))
@@ -266,7 +266,7 @@ def _first_changed(call: Call, kept: torch.Tensor, size: int) -> str:
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results of the same computation agree within rounding."""
+    """Returns whether two results of the same computation agree within rounding."""
     if found.shape != expected.shape:
         return False
     tolerance = _LARGEST_CHANGE.get(expected.dtype, 2e-2)
@@ -275,15 +275,15 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def has_rows(x: torch.Tensor, size: int) -> bool:
-    """Whether the first dimension of a tensor is the batch."""
+    """Returns whether the first dimension of a tensor is the batch."""
     return x.dim() > 0 and len(x) == size
 
 
 def size_of(call: Call) -> int:
-    """The number of samples: the length of the first tensor among the inputs.
+    """Returns the number of samples: the length of the first tensor among the inputs.
 
     Raises:
-        NotCheckedError: there is none.
+        NotCheckedError: no input is a tensor.
     """
     for leaf in tree_flatten((call.args, call.kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim():

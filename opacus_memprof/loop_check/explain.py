@@ -18,11 +18,11 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
 
     Args:
         error: the error, with its traceback.
-        roots: the private models of the script.
+        roots: the private models of the program.
 
     Returns:
-        Sentences with names and causes; None if the error is not one of Opacus, or if the optimizer's parameters are
-        foreign, which is found before its step.
+        Sentences with names and causes; None if the error is not one of Opacus. Also None for foreign parameters in the
+        optimizer, which are found before its step.
     """
     message = str(error)
     if "Module parameters are different than optimizer Parameters" in message:
@@ -64,7 +64,7 @@ _WRONG_MODEL = "The optimizer holds parameters of a model that was not made priv
 
 
 def foreign_parameters(optimizer: Any, roots: list[PrivateModel]) -> str | None:
-    """Names the parameters in an optimizer that no private model has; None if all belong to one."""
+    """Returns a sentence with the parameters of an optimizer that no private model has; None if all belong to one."""
     groups = getattr(optimizer, "param_groups", None)
     if not groups or not roots:
         return None
@@ -104,7 +104,7 @@ def _explain_foreign(error: BaseException) -> str | None:
 
 
 def _local(error: BaseException, name: str) -> Any:
-    """The variable of the innermost frame of Opacus that has it."""
+    """Returns the variable of the innermost frame of Opacus that has it."""
     found, traceback = None, error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -133,7 +133,7 @@ def _missing(root: PrivateModel, attribute: str) -> str:
 
 
 def _sample_counts(root: PrivateModel) -> str | None:
-    """Which parameters have how many per-sample gradients or norms."""
+    """Returns which parameters have how many per-sample gradients or norms."""
     by_count: dict[int, list[str]] = defaultdict(list)
     for name, p in root.trained().items():
         stack = getattr(p, "grad_sample", None)
@@ -163,11 +163,11 @@ def _tied(root: PrivateModel) -> str:
 
 
 def exact_modes(call: Call, mode: str) -> list[str]:
-    """The other modes that clip the inputs of a call exactly.
+    """Returns the other modes that clip the inputs of a call exactly.
 
     Args:
         call: a recorded call.
-        mode: the mode of the script.
+        mode: the mode of the program.
     """
     from opacus_memprof.clipping import verify
 
@@ -177,13 +177,13 @@ def exact_modes(call: Call, mode: str) -> list[str]:
         try:
             if other != mode and verify(plain, _arguments(plain, call), other).exact:
                 exact.append(other)
-        except Exception:  # a mode that cannot run this model is not advised
+        except Exception:  # a mode that cannot run this model is not suggested
             continue
     return exact
 
 
 def _arguments(model: nn.Module, call: Call) -> Any:
-    """The inputs as `verify` takes them: by position, or all by name."""
+    """Returns the inputs in the form that `verify` accepts: by position, or all by name."""
     if not call.kwargs:
         return call.args
     signature = inspect.signature(model.forward)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows what a script does with its private models and optimizers, and checks their logical steps."""
+"""Follows a program's use of its private models and optimizers, and checks their logical steps."""
 
 import contextlib
 import functools
@@ -31,11 +31,11 @@ from opacus_memprof.loop_check.records import (
 from opacus_memprof.loop_check.step_check import StepCheck, clip_bound, noise_std
 
 STEPS = 2
-_MOST_STEPS = 10  # those whose batch is empty included
+_MOST_STEPS = 10  # including steps with an empty batch
 
 
 class CheckEnded(BaseException):
-    """Ends the script after the last step to check. Not an Exception, which scripts catch."""
+    """Ends the program after the last step to check. Not an Exception, because programs catch those."""
 
 
 class _Optimizer:
@@ -78,7 +78,7 @@ class Follower:
         self._schedulers: dict[int, bool] = {}
 
     def install(self) -> None:
-        """Puts this object between the script and Opacus. Call it after Opacus was imported."""
+        """Puts this object between the program and Opacus. Called after Opacus was imported."""
         _around(AbstractGradSampleHooks, "__init__", self._make_hooks)
         _around(DPOptimizer, "__init__", self._make_optimizer)
         _around(DPTensorFastGradientClipping, "backward", self._ghost_backward)
@@ -93,7 +93,7 @@ class Follower:
         register_optimizer_step_post_hook(self._after_original)
 
     def finish(self) -> None:
-        """Adds notes about what did not happen."""
+        """Adds notes about expected events that did not happen."""
         if any(not stepped for stepped in self._schedulers.values()):
             self.findings.not_checked("schedulers of noise or clipping that did not act before the last checked step.")
         if self.results and len(self.results) < STEPS:
@@ -123,7 +123,7 @@ class Follower:
         m.register_forward_pre_hook(self._recorder(root), with_kwargs=True, prepend=True)
 
     def _recorder(self, root: PrivateModel) -> Callable[..., None]:
-        """The hook that records a training call. A closure, so that a copied model has no copy of the follower."""
+        """Returns the hook that records a training call: a closure, so a copied model does not copy the follower."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             is_training = module.training and torch.is_grad_enabled()
@@ -165,7 +165,7 @@ class Follower:
             self.findings.not_checked("a training call of the model that returned no tensors with gradients.")
 
     def _on_cotangent(self, call: Call, index: int, gradient: torch.Tensor) -> None:
-        # The second backward of ghost clipping runs with the hooks off: its loss is weighted by the clip factors.
+        # The second backward of ghost clipping runs with hooks disabled: its loss is weighted by the clip factors.
         if self._paused or not getattr(call.root.hooks, "hooks_enabled", True):
             return
         call.in_pass = call.in_pass or self._pass
@@ -320,7 +320,7 @@ class Follower:
             raise CheckEnded
 
     def _compare_noise(self, followed: _Optimizer, check: StepCheck) -> None:
-        """Finds noise that repeats: a generator that is seeded in each step."""
+        """Finds noise that repeats because a generator is seeded in each step."""
         old, new = followed.last_noise, check.noise_sample
         if len(new) >= 16 and old.shape == new.shape and float((old - new).abs().max()) < 1e-2:
             self.findings.defect(
@@ -345,11 +345,11 @@ class Follower:
     # --- helpers ---
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        """Runs a check: it is not recorded, and leaves the random number generators as they were."""
+        """Runs a check inside the context without recording it, and restores the random number generators."""
         state, self._paused = RandomState(), True
         try:
             yield
-        except Exception as error:  # a defect of the check must not end the script
+        except Exception as error:  # a defect of the check must not end the program
             self.findings.failure = self.findings.failure or first_line(error)
         finally:
             self._paused = False
@@ -381,7 +381,7 @@ def _around(cls: type, name: str, function: Callable[..., Any]) -> None:
 
 
 def _bound(instance: Any, name: str, function: Callable[..., Any]) -> MethodType:
-    """A method of one instance that calls ``function(original, ...)``. Bound, because schedulers of PyTorch need it."""
+    """Returns a method of one instance that calls `function(original, ...)`. Bound, as PyTorch's schedulers need."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(getattr(type(self), name), self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constant factors of a loss, from a GradScaler or from the script."""
+"""Constant factors of a loss, from a GradScaler or from the program."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class LossScale:
     """Finds the constants that a loss was multiplied by right before backward."""
 
     def __init__(self) -> None:
-        self._scaled: set[int] = set()  # ids of the last steps of scaled losses' graphs
+        self._scaled: set[int] = set()  # ids of the last nodes of scaled losses' graphs
 
     def on_scaler(self, original: Any, scaler: Any, /, outputs: Any) -> Any:
         """Wraps GradScaler.scale."""
@@ -20,10 +20,10 @@ class LossScale:
         return scaled
 
     def factor_of(self, tensors: Any) -> tuple[float, bool]:
-        """The product of the factors of a loss.
+        """Returns the product of the factors of a loss.
 
         Args:
-            tensors: what backward starts from.
+            tensors: the tensors from which backward starts.
 
         Returns:
             The factor, and whether it is that of a GradScaler.
@@ -44,7 +44,7 @@ class LossScale:
 
 
 def _constant(node: Any) -> float | None:
-    """The operand of a product or quotient without gradient."""
+    """Returns the operand of a product or quotient that has no gradient."""
     inputs = [each for each, _ in node.next_functions]
     if sum(each is not None for each in inputs) != 1:
         return None

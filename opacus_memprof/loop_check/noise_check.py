@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the noise of a logical step with the standard deviation that was asked for."""
+"""Compares the noise of a logical step with the requested standard deviation."""
 
 import math
 
@@ -9,18 +9,18 @@ from torch import nn
 from opacus_memprof.loop_check.records import Findings, LogicalStep, listed
 
 _SIGMAS = 6.0  # of the measured standard deviation
-_FEWEST = 64  # numbers of a parameter whose standard deviation is compared by itself
+_FEWEST = 64  # elements of a parameter whose standard deviation is compared separately
 
 
 def check_noise(
     step: LogicalStep, trained: dict[str, nn.Parameter], findings: Findings
 ) -> tuple[float | None, torch.Tensor]:
-    """Compares the noise with the standard deviation that was asked for, in each parameter and over all.
+    """Compares the noise with the requested standard deviation, in each parameter and over all.
 
     Args:
         step: the recorded sums with and without noise.
         trained: the parameters.
-        findings: gets the defects and notes.
+        findings: receives the defects and notes.
 
     Returns:
         The standard deviation relative to the requested one, None if unknown; and a part of the noise.

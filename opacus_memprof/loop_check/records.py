@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded data of a script's training steps, and the findings."""
+"""Recorded data of a program's training steps, and the findings."""
 
 import copy
 import random
@@ -20,13 +20,14 @@ class NotCheckedError(Exception):
 
 
 class Findings:
-    """The defects that were found, and the parts that were not checked, in order. Of each kind only the first is kept,
-    so that the steps of a loop do not repeat it.
+    """The defects that were found, and the parts that were not checked, in order.
+
+    Of each kind only the first is kept, so that the steps of a loop do not repeat it.
 
     Attributes:
         defects: one or more sentences each.
         unchecked: one sentence each.
-        notes: what is not a defect, but worth knowing; one sentence each.
+        notes: facts that are not defects, but worth knowing; one sentence each.
         failure: the error that ended a check, in one line; None if every check ended.
     """
 
@@ -42,11 +43,11 @@ class Findings:
         self._add(self.defects, sentence, kind)
 
     def not_checked(self, sentence: str, kind: str = "") -> None:
-        """Adds something that was not checked."""
+        """Adds a part that was not checked."""
         self._add(self.unchecked, sentence, kind)
 
     def note(self, sentence: str, kind: str = "") -> None:
-        """Adds something worth knowing."""
+        """Adds a fact that is worth knowing."""
         self._add(self.notes, sentence, kind)
 
     def _add(self, sentences: list[str], sentence: str, kind: str) -> None:
@@ -76,7 +77,7 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def differs(self, other: "RandomState") -> bool:
-        """Whether numbers were drawn between the two states."""
+        """Returns whether numbers were drawn between the two states."""
         mine, theirs = [self._torch, *self._cuda], [other._torch, *other._cuda]
         if len(mine) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)):
             return True
@@ -90,7 +91,7 @@ class PrivateModel:
 
     Args:
         hooks: the GradSampleModule, or the hooks object.
-        outer: the module that it was made from. The model is inside it if it is DistributedDataParallel.
+        outer: the module from which it was made. The model is inside it if it is DistributedDataParallel.
 
     Attributes:
         plain: a copy from before the hooks; None if the model cannot be copied.
@@ -176,9 +177,9 @@ class LogicalStep:
 
     Attributes:
         batches: physical batches since the last step.
-        accumulated: physical batches since the last call of `optimizer.step()`, skipped ones included.
-        std: the standard deviation that was asked for.
-        summed: the clipped sums before noise by id of the parameter, as the optimizer had them.
+        accumulated: physical batches since the last call of `optimizer.step()`, including skipped ones.
+        std: the requested standard deviation.
+        summed: the optimizer's clipped sums before noise, by id of the parameter.
         noised: the same with noise.
     """
 
@@ -191,13 +192,13 @@ class LogicalStep:
 
 @dataclass
 class StepResult:
-    """What was measured in one logical step.
+    """The measurements of one logical step.
 
     Attributes:
         batches: number of physical batches.
         samples: number of samples in them.
         norms: the samples' gradient norms, computed by hand.
-        clipped: how many samples were clipped.
+        clipped: the number of samples that were clipped.
         errors: the largest error of each parameter's clipped sum, relative to its largest element.
         tolerance: the largest error that counts as exact.
         noise: standard deviation of the noise relative to the requested one; None without noise.
@@ -213,11 +214,11 @@ class StepResult:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error, with its type."""
+    """Returns the first line of an error, with its type."""
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def listed(names: list[str], most: int = 4) -> str:
-    """The names in a sentence, shortened."""
+    """Returns the names for a sentence, shortened."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -21,14 +21,14 @@ _MOST_ROWS = 20
 
 @dataclass(frozen=True)
 class ScriptVerdict:
-    """What the check of a script found.
+    """The result of checking a program.
 
     Attributes:
         mode: the grad_sample_mode.
         steps: the measurements of the logical steps.
-        defects: sentences; empty if all that was checked is right.
-        unchecked: what was not checked.
-        notes: what is not a defect, but worth knowing.
+        defects: sentences; empty if every check passed.
+        unchecked: parts that were not checked.
+        notes: facts that are not defects, but worth knowing.
         failure: the error that ended a check, in one line; None if every check ended.
     """
 
@@ -53,7 +53,7 @@ class ScriptCheck:
         arguments: its arguments.
 
     Raises:
-        MemprofError: there is no such script.
+        MemprofError: the script does not exist.
     """
 
     def __init__(self, script: str, arguments: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class ScriptCheck:
 
 
 def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
-    """Prints the measurements of each step, the defects, what was not checked, and the verdict."""
+    """Prints the measurements of each step, the defects, the unchecked parts, and the verdict."""
     for number, step in enumerate(verdict.steps, 1):
         _print_step(number, step, console)
     for defect in verdict.defects:

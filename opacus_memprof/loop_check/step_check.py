@@ -31,26 +31,26 @@ from opacus_memprof.loop_check.records import (
 )
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of clipped sums; other dtypes: 5e-2
-_SMALLEST = 1e-3  # an error is never relative to less than this part of the largest element of all parameters
+_SMALLEST = 1e-3  # an error is relative to at least this fraction of the largest element of all parameters
 _MOST_KEPT = 8  # sums of physical batches that are kept to explain a wrong total
 
 
 def clip_bound(optimizer: DPOptimizer, given: Any) -> float | list[float]:
-    """The bound that clipping must have now so that the noise suits it.
+    """Returns the bound that clipping must have now to match the noise.
 
     Args:
         optimizer: the private optimizer.
-        given: the bound that it was made with.
+        given: the bound with which it was made.
     """
     bound = float(optimizer.max_grad_norm)
     if not isinstance(given, (list, tuple)):
         return bound
-    scale = bound / math.sqrt(sum(each * each for each in given))  # schedulers change only the bound of all
+    scale = bound / math.sqrt(sum(each * each for each in given))  # schedulers change only the total bound
     return [each * scale for each in given]
 
 
 def noise_std(optimizer: DPOptimizer) -> float:
-    """The standard deviation of the noise of the clipped sum that the optimizer's settings ask for."""
+    """Returns the standard deviation of the clipped sum's noise according to the optimizer's settings."""
     adjusted = getattr(optimizer, "_adjusted_noise_multiplier", None)  # of adaptive clipping in ghost mode
     multiplier = float(optimizer.noise_multiplier if adjusted is None else adjusted)
     count_std = getattr(optimizer, "unclipped_num_std", None)
@@ -64,10 +64,10 @@ class StepCheck:
 
     Args:
         optimizer: the private optimizer.
-        given: the clipping bound that it was made with.
+        given: the clipping bound with which it was made.
         root: the private model that it trains.
         step: the recorded data.
-        findings: gets the defects and notes.
+        findings: receives the defects and notes.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepCheck:
         self._before: dict[str, torch.Tensor] = {}
         names = root.names()
         self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
-        # Ghost clipping finds the norms over all that the model trains.
+        # Ghost clipping computes the norms over all trained parameters of the model.
         self._clipped = list(root.trained()) if root.mode == "ghost" else list(self._trained)
 
     def before_update(self) -> None:
@@ -141,7 +141,7 @@ class StepCheck:
         return hands
 
     def _check_norms(self, last: Batch) -> None:
-        """Compares the norms that the mode found: wrong ones do not show in the sum while nothing is clipped."""
+        """Compares the norms that the mode computed. Wrong norms do not affect the sum while nothing is clipped."""
         norms = getattr(self._root.hooks, "per_sample_gradient_norms", None)
         if not isinstance(norms, torch.Tensor) or norms.shape != (len(last.norms),) or isinstance(self._given, list):
             return
@@ -157,7 +157,7 @@ class StepCheck:
             )
 
     def _explain_sum(self, wrong: list[str], found: Gradients, hands: list[Batch]) -> str:
-        """Says how the sum differs, and of which sums it consists if that can be found out."""
+        """Returns how the sum differs and, if possible, of which sums it consists."""
         worst = max(wrong, key=lambda name: self.result.errors[name])
         expected = _sum([hand.total for hand in hands])
         size, cosine = _compare(found, expected)
@@ -189,7 +189,7 @@ class StepCheck:
         return f"{what} Exact for this model and batch: {', '.join(exact)}." if exact else what
 
     def _other_bounds(self) -> list[tuple[float | list[float], str]]:
-        """Other bounds that the optimizer may have clipped to, and what that means."""
+        """Returns other bounds that the optimizer may have used, and what each means."""
         others: list[tuple[float | list[float], str]] = [(math.inf, "That is the sum without any clipping.")]
         now = f"{float(self._optimizer.max_grad_norm):.4g}"
         old = getattr(self._root.hooks, "max_grad_norm", None)
@@ -281,7 +281,7 @@ class StepCheck:
 
     # --- the update ---
     def _repeat_update(self) -> None:
-        """Makes the original optimizer's step on copies of the parameters and of its state."""
+        """Repeats the original optimizer's step on copies of the parameters and of its state."""
         original = self._optimizer.original_optimizer
         try:
             replica = copy.deepcopy(original)
@@ -295,7 +295,7 @@ class StepCheck:
         self._replica = replica
 
     def after_update(self) -> None:
-        """Compares the parameters with the repeated update, and finds those that did not move."""
+        """Compares the parameters with the repeated update, and finds parameters that did not change."""
         live = self._optimizer.original_optimizer.param_groups
         names = self._root.names()
         if self._replica is not None:
@@ -308,8 +308,8 @@ class StepCheck:
             if wrong:
                 self._findings.defect(
                     f"Something else changes {listed(wrong)} in the step of "
-                    f"{type(self._optimizer.original_optimizer).__name__}: the new values are not those that it "
-                    "computes from the noised gradients.",
+                    f"{type(self._optimizer.original_optimizer).__name__}: it computes other values from the "
+                    "noised gradients.",
                     "update",
                 )
         rates = {id(p): float(group.get("lr", 1.0)) for group in live for p in group["params"]}
@@ -338,7 +338,7 @@ class StepCheck:
 
 
 def relative_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """The largest error of each parameter, relative to the largest element of its expected sum."""
+    """Returns the largest error of each parameter, relative to the largest element of its expected sum."""
     largest = max((float(each.abs().max()) for each in expected.values() if each.numel()), default=0.0)
     errors = {}
     for name, each in expected.items():
@@ -362,7 +362,7 @@ def _flat(gradients: Gradients, names: list[str]) -> torch.Tensor:
 
 
 def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """The ratio of the norms, and the cosine."""
+    """Returns the ratio of the norms, and the cosine."""
     names = [name for name in expected if name in found]
     a, b = _flat(found, names), _flat(expected, names)
     norms = float(a.norm()), float(b.norm())

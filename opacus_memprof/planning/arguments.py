@@ -28,7 +28,7 @@ class Range:
         return replace(configuration, program=replace(program, arguments=arguments))
 
     def doubled(self) -> list[int]:
-        """Returns `low`, values that are each twice the one before, and `high`."""
+        """Returns `low`, values that each are twice the previous one, and `high`."""
         values = [self.low]
         while 2 * values[-1] < self.high:
             values.append(2 * values[-1])
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Search:
-    """What --search asks for.
+    """The content of --search.
 
     Attributes:
         searched: the argument whose largest value is searched; None if only values are listed.
@@ -51,7 +51,7 @@ class Search:
 def parse_search(texts: Sequence[str]) -> Search:
     """Parses --search. The first `ARGUMENT=LOW..HIGH` is searched.
 
-    The others make a grid: the values of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
+    The others form a grid: the values of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
 
     Raises:
         MemprofError: a text has neither form, a range is empty, or an argument is named twice.
@@ -102,12 +102,12 @@ def parse_modes(text: str) -> tuple[str, list[str]]:
 
 
 def parse_settings(text: str) -> list[str]:
-    """Parses settings of torch's allocator: `expandable_segments:True,False` are two values of one setting.
+    """Parses settings of torch's allocator: `expandable_segments:True,False` means two values of one setting.
 
     Commas in brackets belong to a value.
 
     Returns:
-        All combinations of values, each as PYTORCH_CUDA_ALLOC_CONF has it.
+        All combinations of values, each in the form of PYTORCH_CUDA_ALLOC_CONF.
 
     Raises:
         MemprofError: a value has no key, or a key has no value.
@@ -132,7 +132,7 @@ def parse_settings(text: str) -> list[str]:
 
 
 def with_argument(arguments: Sequence[str], name: str, value: object) -> tuple[str, ...]:
-    """Returns the arguments with another value of one.
+    """Returns the arguments with another value of one argument.
 
     Replaces `--name VALUE`, `--name=VALUE` or `name=VALUE` (also with `_` for `-`); appends `--name VALUE` if there is
     none. A name that begins with `-` is the flag itself.

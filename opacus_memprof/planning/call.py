@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a plan of a function: `python -m opacus_memprof.planning.call FILE [VALUE]`.
+"""The program for planning a function: `python -m opacus_memprof.planning.call FILE [VALUE]`.
 
 Calls the function that `pack` has written to the file.
 """
@@ -17,20 +17,20 @@ from opacus_memprof.errors import MemprofError
 
 
 def pack(function: Callable[..., object]) -> bytes:
-    """Serializes a function by its name, with what another process needs to find it, like multiprocessing's spawn.
+    """Serializes a function by its name, with the data to find it in another process, like multiprocessing's spawn.
 
     Raises:
-        MemprofError: another process cannot find it, or this process is itself importing its main module for a plan.
+        MemprofError: another process cannot find it, or this process is importing its main module for a plan.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
         preparation = multiprocessing.spawn.get_preparation_data("plan")
     except RuntimeError:
         raise MemprofError(
-            "a plan is made where it would make itself again, for the planned function's process imports the script: "
+            "this plan would start itself again, because the planned function's process imports the script: "
             'make it below `if __name__ == "__main__":`'
         ) from None
-    preparation.pop("authkey")  # of pipes between the two, of which there are none; it must not be written to a file
+    preparation.pop("authkey")  # for pipes, which are not used; it must not be written to a file
     if getattr(function, "__module__", None) == "__main__" and not preparation.keys() & {
         "init_main_from_path",
         "init_main_from_name",
@@ -51,7 +51,7 @@ def pack(function: Callable[..., object]) -> bytes:
 
 def _call(file: Path, values: list[str]) -> None:
     with open(file, "rb") as content:
-        # A main module that is not guarded shall not make the same plan again: see `pack`.
+        # A main module without the guard must not make the same plan again: see `pack`.
         process: Any = multiprocessing.process.current_process()
         process._inheriting = True
         try:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the process of a planned run: applies what a suggestion changes, where the program need not be edited for it, and
-notes what Opacus was set up with. Imports Opacus, which the program has imported then.
+"""Applies a suggestion's changes in the process of a planned run, if the program need not be edited for them.
+
+Also records the settings of Opacus. Imports Opacus, which the program has imported by then.
 """
 
 import functools
@@ -14,18 +15,18 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from opacus_memprof.clipping import FlashClipEngineMixin, adopt_grad_samples, register_norm_samplers
 
-_TWO_PASSES = ("ghost", "ghost_fsdp")  # their make_private returns the criterion too
+_TWO_PASSES = ("ghost", "ghost_fsdp")  # their make_private also returns the criterion
 
 
 class OpacusSetup:
-    """Wraps make_private and BatchMemoryManager of Opacus, which the program is about to use.
+    """Wraps make_private and BatchMemoryManager of Opacus before the program uses them.
 
     Args:
         changes: actions of a suggestion, and `drawn_batch`, the size of all batches that Poisson sampling draws;
             `allocator_setting` is not applied here.
 
     Attributes:
-        poisson: of the last loader that draws batch sizes its "samples", "rate" and "steps"; {} without one.
+        poisson: "samples", "rate" and "steps" of the last loader that draws batch sizes; {} without one.
     """
 
     def __init__(self, changes: Sequence[Mapping[str, Any]]) -> None:
@@ -73,11 +74,11 @@ class OpacusSetup:
         return tuple(prepared)
 
     def _limit_manager(self, physical: int) -> None:
-        """A program that uses BatchMemoryManager already has a loader that is split twice: the smaller size counts."""
+        """Limits physical batches of BatchMemoryManager. If its loader is split already, the smaller size counts."""
         enter = BatchMemoryManager.__enter__
 
         def __enter__(manager: Any) -> Any:  # noqa: N807
-            # The loader that make_private has returned is split already.
+            # The loader that make_private returned is split already.
             split = isinstance(manager.data_loader.batch_sampler, batch_memory_manager.BatchSplittingSampler)
             return manager.data_loader if split else enter(manager)
 
@@ -91,7 +92,7 @@ class OpacusSetup:
 
 
 def _fix_drawn_batches(size: int) -> None:
-    """Makes Poisson sampling draw this many samples for every batch, always the same."""
+    """Makes Poisson sampling draw this many samples for every batch, always the same ones."""
 
     def __iter__(sampler: Any) -> Iterator[list[int]]:  # noqa: N807
         yield from (list(range(min(size, sampler.num_samples))) for _ in range(sampler.steps))

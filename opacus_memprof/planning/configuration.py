@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan runs: a program on a virtual GPU."""
+"""The configuration of a plan: a program on a virtual GPU."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """What is run: a script, or with `module` a module, and its arguments. `title`: what people call it instead."""
+    """The program: a script, or with `module` a module, and its arguments. `title` is shown instead, if given."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class PlannedProgram:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The arguments that people have given."""
+        """The arguments that the user has given."""
         return () if self.title else self.arguments
 
 
@@ -30,8 +30,8 @@ class PlannedConfiguration:
     """A program on a kind of virtual GPU.
 
     Attributes:
-        memory: bytes of the GPU; None for the kind's.
-        ranks: processes of the job, a GPU each, of which the first is run and the others are not.
+        memory: bytes of the GPU; None for the default of its kind.
+        ranks: processes of the job, each with a GPU. Only the first one is run.
         changes: actions of a suggestion (docs/oom.md) that are applied without changing the program.
     """
 

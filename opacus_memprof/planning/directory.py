@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan leaves in its directory, beside its runs: the profile of one of them, and plan.json."""
+"""Files that a plan writes into its directory besides its runs: the profile of one run, and plan.json."""
 
 import importlib.util
 import shutil
@@ -40,12 +40,12 @@ def copy_profile(runs: PlannedRuns, run: VirtualRun) -> dict[str, Any]:
 
 
 def write_plan(runs: PlannedRuns, base: PlannedConfiguration, **content: Any) -> Plan:
-    """Writes plan.json, plan.html, plan.csv and, where matplotlib is installed, plan.png and plan-dark.png.
+    """Writes plan.json, plan.html, plan.csv and, if matplotlib is installed, plan.png and plan-dark.png.
 
     Args:
-        runs: of the plan.
+        runs: the runs of the plan.
         base: the configuration as the user gave it.
-        content: the fields of Plan that do not follow from it.
+        content: further fields of Plan, which do not follow from it.
     """
     program = base.program
     plan = Plan(program=program.name, arguments=list(program.words), ranks=base.ranks, **content)
@@ -59,12 +59,12 @@ def write_plan(runs: PlannedRuns, base: PlannedConfiguration, **content: Any) ->
 
 
 def run_content(run: VirtualRun) -> PlannedRun:
-    """Returns what plan.json has of a run."""
+    """Returns the entry of a run in plan.json."""
     return PlannedRun(**_fields(run))
 
 
 def verdict_content(verdict: Verdict) -> PlanVerdict:
-    """Returns what plan.json has of a verdict."""
+    """Returns the entry of a verdict in plan.json."""
     return PlanVerdict(
         gpu=verdict.configuration.gpu,
         memory_bytes=verdict.configuration.memory,
@@ -87,7 +87,7 @@ def verdict_content(verdict: Verdict) -> PlanVerdict:
 
 
 def draws_content(draws: Draws) -> PlanDraws:
-    """Returns what plan.json has of drawn batches."""
+    """Returns the entry of drawn batches in plan.json."""
     drawn = draws.largest
     last = max(draws.fits, max(size for size, _ in draws.peaks.values())) + 1
     first = min(int(drawn.samples * drawn.rate), last)
@@ -108,7 +108,7 @@ def draws_content(draws: Draws) -> PlanDraws:
 
 
 def cell_content(cell: PlannedCell) -> PlanCell:
-    """Returns what plan.json has of a cell."""
+    """Returns the entry of a cell in plan.json."""
     line = cell.line
     return PlanCell(
         mode=cell.mode,
@@ -124,6 +124,6 @@ def cell_content(cell: PlannedCell) -> PlanCell:
 
 
 def _fields(run: VirtualRun) -> dict[str, Any]:
-    """Returns what plan.json has of a run: all fields except those that only planning needs."""
+    """Returns the fields of a run in plan.json: all except fields that only planning needs."""
     fields = {key: value for key, value in asdict(run).items() if key != "packages"}
     return {f"{key}_bytes" if key in _SIZES else key: value for key, value in fields.items()}

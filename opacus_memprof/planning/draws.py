@@ -20,7 +20,7 @@ from opacus_memprof.planning.virtual_run import VirtualRun
 TOLERATED = 1e-6  # probability that a training runs out of memory
 _NEGLIGIBLE = 1e-9  # probability of batches larger than those considered
 _QUANTILES = (0.5, 0.9, 0.99, 0.999999)
-_PARTS = (1.0, 0.85, 0.7, 0.5)  # of the largest batch that fits, as physical batches: clipped sums need memory too
+_PARTS = (1.0, 0.85, 0.7, 0.5)  # physical batches, as fractions of the largest that fits: clipped sums need memory
 _SPREAD = 40  # standard deviations beyond which probabilities are below 1e-300
 
 
@@ -34,7 +34,7 @@ class LargestBatch:
 
     @cached_property
     def _sizes(self) -> tuple[int, list[float]]:
-        """Returns the smallest size considered, and the probability that a batch is larger, from this size on."""
+        """The smallest size considered, and the probability that a batch is larger, from this size on."""
         mean = self.samples * self.rate
         spread = _SPREAD * (math.sqrt(mean * (1 - self.rate)) + 1)
         first, last = max(0, int(mean - spread)), min(self.samples, int(mean + spread) + 1)
@@ -75,9 +75,9 @@ class Draws:
         largest: the size of the largest batch.
         fits: the largest batch size that fits; 0 if none does.
         ran: the batch sizes that were run.
-        probability: that a larger batch is drawn in at least one step.
+        probability: the probability that a larger batch is drawn in at least one step.
         peaks: by probability, the size that no batch exceeds with this probability, and its computed requested bytes.
-        physical: the largest max_physical_batch_size that was tried and fits; None if none is needed or found.
+        physical: the largest tested max_physical_batch_size that fits; None if none is needed or found.
         physical_run: the run with it.
     """
 
@@ -116,14 +116,14 @@ def assess_draws(
     """Computes the probability of running out of memory.
 
     Args:
-        runs: of the plan.
+        runs: the runs of the plan.
         configuration: the program and its GPU.
         run: the run of this configuration.
         steps: logical steps of the whole training.
         on_round: called with the number of runs that are started.
 
     Raises:
-        MemprofError: the program does not use Poisson sampling, or see fill.
+        MemprofError: the program does not use Poisson sampling, or see `fill`.
     """
     if not run.poisson:
         raise MemprofError(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that planned runs are forked from: `python -m opacus_memprof.planning.fork_server PACKAGE...`.
+"""The process from which planned runs are forked: `python -m opacus_memprof.planning.fork_server PACKAGE...`.
 
 It imports the packages once, which takes most of a short run's time, and forks for each run: before CUDA is
-initialised, while there is one thread, and with the packages hidden until the program imports them. Of a run a line of
-standard input has the configuration, the directory and the log, and a line of standard output the exit code.
+initialised, while there is one thread, and with the packages hidden until the program imports them. For each run, a
+line of standard input has the configuration, the directory and the log, and a line of standard output has the exit
+code.
 """
 
 import atexit
@@ -25,34 +26,35 @@ from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 
 class ForkServer:
-    """A process with the libraries of a virtual GPU and with packages, which are hidden until a program imports them;
-    its forks become the processes of programs.
+    """A process with the libraries of a virtual GPU and with packages, which are hidden until a program imports them.
+
+    Its forks become the processes of programs.
 
     Args:
-        packages: are imported, in this order.
+        packages: imported in this order.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._environment = dict(os.environ)
-        self._command: list[str] = []  # of the program, in its process
-        # What is registered before torch is imported runs after what torch registers, as in a process of its own.
+        self._command: list[str] = []  # the command of the program, in its process
+        # Handlers registered before torch is imported run after torch's, as in a new process.
         self._before_torch = contextlib.ExitStack()
         atexit.register(self._before_torch.close)
         for library in ("libcuda.so.1", "libnvidia-ml.so.1"):  # before torch looks for them
             ctypes.CDLL(str(LIBRARIES / library), mode=ctypes.RTLD_GLOBAL)
         self._hidden = HiddenModules(packages, self._check_environment)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs have it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs handle it
 
     def can_fork(self) -> bool:
-        """Whether this process has one thread, and the packages have not changed its environment."""
+        """Returns whether this process has one thread, and the packages have not changed its environment."""
         return len(os.listdir("/proc/self/task")) == 1 and not run_process.has_changed(self._environment)
 
     def become(self, command: Sequence[str], streams: Sequence[int]) -> None:
-        """Makes a fork of this process one in which a program can begin.
+        """Turns a fork of this process into one in which a program can begin.
 
         Args:
-            command: starts the program over, where it changes the environment and then imports torch.
-            streams: are standard input, output and error from now on.
+            command: starts the program again, if it changes the environment and then imports torch.
+            streams: the new standard input, output and error.
         """
         self._environment = dict(os.environ)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,7 +64,7 @@ class ForkServer:
         pending: dict[str, Any] = dict(self._hidden.pending)
         if "numpy.random" in pending:
             pending["numpy.random"].seed()
-        pending["torch"].default_generator.seed()  # which a new process begins with a random seed too
+        pending["torch"].default_generator.seed()  # a new process begins with a random seed, too
         self._command = list(command)
         original = atexit.register
 
@@ -74,8 +76,9 @@ class ForkServer:
         atexit.register = register  # type: ignore[assignment]
 
     def run(self, program: Callable[[], object]) -> NoReturn:
-        """Runs a program in a process that `become` has prepared, and ends it. Modules are not freed as Python does at
-        its end: that would copy all memory of the server, which takes a second.
+        """Runs a program in a process that `become` has prepared, and ends the process.
+
+        Modules are not freed as at the end of Python: that would copy all memory of the server, which takes a second.
         """
         code: object = 0
         try:
@@ -91,18 +94,18 @@ class ForkServer:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        ctypes.CDLL(None).exit(code)  # after what C++ libraries have registered
+        ctypes.CDLL(None).exit(code)  # after handlers that C++ libraries have registered
         os._exit(code)
 
     def _check_environment(self, name: str) -> None:
-        """Starts over in a new process where the program has set variables, which packages read when imported."""
+        """Starts again in a new process if the program has set variables, which packages read when imported."""
         if run_process.has_changed(self._environment):
             sys.stdout.flush()
             os.execve(self._command[0], self._command, self._environment)
 
 
 def serve(server: ForkServer) -> None:
-    """Runs what is asked for, one after the other, until standard input ends."""
+    """Runs the requested programs, one after the other, until standard input ends."""
     while line := sys.stdin.readline():
         configuration, directory, log = json.loads(line)
         child = os.fork()
@@ -121,12 +124,12 @@ def _run(server: ForkServer, configuration: str, directory: str, log: str) -> No
 
 
 def main() -> None:
-    """Serves runs; ends at once where this process cannot be forked."""
+    """Serves runs; ends at once if this process cannot be forked."""
     server = ForkServer(sys.argv[1:])
     if server.can_fork():
         serve(server)
     sys.stdout.flush()
-    os._exit(0)  # what the packages have registered is for programs
+    os._exit(0)  # exit handlers of the packages are meant for programs
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from opacus_memprof.planning.arguments import with_argument
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.table import PlannedCell
 
-_DEFAULT = "expandable_segments:False"  # what torch does without settings
+_DEFAULT = "expandable_segments:False"  # torch's default without settings
 # The effort of a change: an environment variable, an argument, another machine.
 _OF_SETTINGS, _OF_MODE, _OF_GPU = 1, 2, 4
 
@@ -28,8 +28,8 @@ def make_cells(
         base: the program as the user gave it.
         gpus: kinds of GPU.
         modes: the argument for the mode, and its values.
-        settings: of torch's allocator; empty to leave them as they are.
-        values: of further arguments.
+        settings: settings of torch's allocator; empty to keep the present ones.
+        values: values of further arguments.
     """
     argument, names = modes or ("", ())
     values = values or {}

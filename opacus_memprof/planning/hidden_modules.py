@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports packages before a program does, and hides them until it imports them, which then takes no time."""
+"""Imports packages before a program does, and hides them until the program imports them. Its import is then fast."""
 
 import importlib
 import sys
@@ -10,13 +10,13 @@ from types import ModuleType
 
 
 class HiddenModules(MetaPathFinder):
-    """Packages that are imported, and that `sys.modules` does not have until somebody imports them.
+    """Imported packages that are not in `sys.modules` until a program imports them.
 
     Modules of the standard library that they have imported stay visible.
 
     Args:
-        packages: are imported, in this order.
-        before: called before the first of them, by its name, comes to light.
+        packages: imported in this order.
+        before: called with the name of the first package before it is revealed.
 
     Attributes:
         pending: the modules that are hidden, by name.
@@ -38,7 +38,7 @@ class HiddenModules(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the import system asks, by which nothing comes to light yet."""
+        """Finds a module for the import system, without revealing it yet."""
         if name not in self.pending:
             return None
         module = self.pending[name]
@@ -49,8 +49,9 @@ class HiddenModules(MetaPathFinder):
         return spec
 
     def reveal(self, name: str) -> None:
-        """Puts a hidden module into `sys.modules`, with those of its package; with a package that was asked for, all
-        that its import had imported.
+        """Puts a hidden module into `sys.modules`, with the other modules of its package.
+
+        For a requested package, these are all modules that its import had imported.
         """
         self._before(name)
         importer, package = self._imported_by[name], name.partition(".")[0]

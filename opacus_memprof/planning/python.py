@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans from Python: of a function, which is called in processes of its own."""
+"""Plans from Python, for a function that is called in separate processes."""
 
 import os
 from collections.abc import Callable
@@ -29,16 +29,16 @@ def plan(
     memory: str | int | None = None,
     directory: str | os.PathLike[str] = "memprof_plan",
 ) -> PlanVerdict:
-    """Tells whether what a function trains fits on a GPU, by calling it in a new process with a virtual one.
+    """Returns whether a function's training fits on a GPU, by calling it in a new process with a virtual GPU.
 
-    Where it does not fit, further processes try what would make it fit.
+    If it does not fit, further processes try changes that could make it fit.
 
     Args:
-        train: makes a model and trains a few steps on "cuda". The new process imports the module that defines it, and
-            a script as multiprocessing's spawn does: below `if __name__ == "__main__":` nothing is run.
-        gpu: a kind of virtual GPU, as `opacus-memprof doctor` lists them.
-        memory: of the GPU, as "24 GiB" or in bytes. Default: the kind's.
-        directory: where the profile, plan.json and the runs go. What an earlier plan has left there is replaced.
+        train: makes a model and trains a few steps on "cuda". The new process imports the module that defines it. It
+            imports a script as multiprocessing's spawn does: code below `if __name__ == "__main__":` does not run.
+        gpu: a kind of virtual GPU, as listed by `opacus-memprof doctor`.
+        memory: memory of the GPU, such as "24 GiB" or in bytes. Default: that of its kind.
+        directory: the directory for the profile, plan.json and the runs. Files of an earlier plan are replaced.
 
     Returns:
         Whether it `fits`, `needed_bytes`, `spare_bytes` and `advice`; docs/planning.md has all fields.
@@ -68,22 +68,24 @@ def largest_physical_batch(
     high: int = 4096,
     directory: str | os.PathLike[str] = "memprof_plan",
 ) -> int:
-    """Finds the largest number from `low` to `high` with which `train(number)` fits on a GPU, in a few runs on virtual
-    ones.
+    """Finds the largest number from `low` to `high` with which `train(number)` fits on a GPU.
+
+    Takes a few runs on virtual GPUs.
 
     Args:
-        train: takes the samples of a physical batch, makes a model and trains a few steps on "cuda"; see `plan`.
-        gpu: a kind of virtual GPU, as `opacus-memprof doctor` lists them.
-        memory: of the GPU, as "24 GiB" or in bytes. Default: the kind's.
+        train: takes the number of samples in a physical batch, makes a model and trains a few steps on "cuda"; see
+            `plan`.
+        gpu: a kind of virtual GPU, as listed by `opacus-memprof doctor`.
+        memory: memory of the GPU, such as "24 GiB" or in bytes. Default: that of its kind.
         low: the smallest number that is tried.
         high: the largest number that is tried.
-        directory: where the profile, plan.json and the runs go, as for `plan`.
+        directory: the directory for the profile, plan.json and the runs, see `plan`.
 
     Returns:
-        The number. It was run and fits, and the next one does not, or is beyond `high`.
+        The number. It was run and fits; the next one does not, or is beyond `high`.
 
     Raises:
-        MemprofError: not even `low` fits; memory does not depend on the number; the range is empty; or as `plan` does.
+        MemprofError: not even `low` fits; memory does not depend on the number; the range is empty; or see `plan`.
     """
     size = _checked(gpu, memory)
     if not 1 <= low <= high:
@@ -102,7 +104,7 @@ def largest_physical_batch(
 
 
 class _CalledWith(Range):
-    """The number that a function is called with, instead of an argument of a program."""
+    """The number with which a function is called, instead of an argument of a program."""
 
     def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         program = configuration.program
@@ -124,4 +126,4 @@ def _checked(gpu: str, memory: str | int | None) -> int | None:
 
 
 def _ignore(*about: object) -> None:
-    """Nobody watches."""
+    """Does nothing, because nobody watches."""

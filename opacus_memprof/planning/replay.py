@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorded run would have reserved with other settings of torch's allocator, or on another GPU.
+"""Computes how much a recorded run would have reserved with other allocator settings, or on another GPU.
 
 Its allocations and frees are repeated with torch's allocator on a virtual GPU, in a new process, without the program.
 """
@@ -28,17 +28,17 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu import choose_gpu
 from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
 
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name is the one that every torch reads
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # every version of torch reads the older name
 _RESULT = "result.json"
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run, and the GPU that it is replayed on. Sizes are in bytes.
+    """A recorded run, and the GPU for its replay. Sizes are in bytes.
 
     Attributes:
         device: the CUDA device with the highest peak, whose blocks are replayed.
-        memory: of the GPU.
+        memory: memory of the GPU.
         outside: the highest use of the device's memory outside torch; None if not measured.
     """
 
@@ -55,7 +55,7 @@ class Replay:
     """The outcome of a replay. Sizes are in bytes.
 
     Attributes:
-        settings: of torch's allocator; "" for its defaults.
+        settings: settings of torch's allocator; "" for its defaults.
         reserved, requested: the peaks.
         may_reserve: the GPU's memory without that used outside torch.
         needed: bytes to reserve for the whole run; None if no GPU is large enough.
@@ -77,9 +77,9 @@ def read_recording(directory: Path, gpu: str | None, memory: int | None) -> Reco
     """Reads the recording in a profile's directory.
 
     Args:
-        directory: of the profile.
-        gpu: kind of GPU to replay it on; None is the virtual GPU that it was recorded on.
-        memory: of the GPU in bytes; None for that of the kind.
+        directory: the directory of the profile.
+        gpu: the kind of GPU for the replay; None for the virtual GPU of the recording.
+        memory: memory of the GPU in bytes; None for that of the kind.
 
     Raises:
         MemprofError: the profile is missing, has no CUDA device, lacks events, or does not say its kind of GPU.
@@ -108,21 +108,21 @@ def replay(recording: Recording, settings: Sequence[str]) -> list[Replay]:
     """Replays a run with each of several allocator settings (PYTORCH_CUDA_ALLOC_CONF), several at once.
 
     Raises:
-        MemprofError: torch does not know a setting, or a virtual GPU cannot work here or have so little memory.
+        MemprofError: torch does not know a setting, a virtual GPU cannot work here, or it cannot have so little memory.
     """
     with ThreadPoolExecutor(usable_workers()) as pool:
         return list(pool.map(lambda setting: _replay(recording, setting), settings))
 
 
 def _replay(recording: Recording, settings: str) -> Replay:
-    context = GPUS[recording.gpu].context_memory  # is taken on the virtual GPU too; kernels and libraries are not
+    context = GPUS[recording.gpu].context_memory  # used on the virtual GPU too; kernels and libraries are not
     beside = max(0, (recording.outside or 0) - context)
     try:
         choose_gpu(recording.gpu, recording.memory - beside, 1)
     except MemprofError:
         raise MemprofError(
-            f"{format_bytes(recording.memory)} cannot be played: {format_bytes(context + beside)} are taken beside "
-            "torch's memory, and what is left must be at least 256 MiB and at most 1 TiB"
+            f"{format_bytes(recording.memory)} cannot be simulated: {format_bytes(context + beside)} are used outside "
+            "torch's memory, and the rest must be at least 256 MiB and at most 1 TiB"
         ) from None
     played = _play(recording, settings, recording.memory - beside)
     needed = played["reserved"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a replay: `python -m opacus_memprof.planning.replay_process ASKED DIRECTORY RESULT`.
 
-Allocates every block of a device that events.bin has again, in the same order, of the same size and on as many streams,
-and frees it where it was freed.
+Allocates every block of a device in events.bin again, in the same order, with the same size and on as many streams, and
+frees it at the same position.
 """
 
 import json
@@ -17,7 +17,7 @@ from opacus_memprof.profiles.files import write_text
 
 
 class _OutOfMemoryError(Exception):
-    """Memory did, at `request`."""
+    """Memory ran out at `request`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _OutOfMemoryError(Exception):
 
 
 class Player:
-    """Plays the blocks of one device.
+    """Replays the blocks of one device.
 
     Attributes:
         requested: the highest live bytes so far.
@@ -44,7 +44,7 @@ class Player:
         self._live = self.requested = 0
 
     def play(self) -> dict[str, Any] | None:
-        """Plays all events. Returns what was asked for when memory ran out, or None."""
+        """Replays all events. Returns the request at which memory ran out, or None."""
         try:
             self._events.for_each_chunk(self._take)
         except _OutOfMemoryError as end:
@@ -64,7 +64,7 @@ class Player:
                 self._live -= size
                 if address:
                     self._give_back(address)
-            elif kind == OOM:  # it may go well here
+            elif kind == OOM:  # it may succeed here
                 address = self._allocate(size, stream, rows[index])
                 self.requested = max(self.requested, self._live + size)
                 if address:
@@ -86,7 +86,7 @@ class Player:
             ) from None
 
     def _stream(self, id: int) -> int:
-        """A stream for each that was recorded; the first is the default one."""
+        """Returns a stream for each recorded one; the first is the default stream."""
         if id not in self._streams:
             cuda = self._torch.cuda
             self._streams[id] = cuda.Stream() if self._streams else cuda.default_stream()
@@ -114,7 +114,7 @@ def _replay(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plays what sys.argv says, and leaves the result in the file that it names."""
+    """Replays the device that sys.argv names, and writes the result into the file that it names."""
     try:
         result = _replay(json.loads(sys.argv[1]), Path(sys.argv[2]))
     except MemprofError as error:

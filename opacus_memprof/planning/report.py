@@ -19,11 +19,11 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 _MOST_WARNINGS = 3
-_UNKNOWN = "values that the virtual GPU does not compute"  # in warnings on values and shapes
+_UNKNOWN = "values that the virtual GPU does not compute"  # in warnings about values and shapes
 
 
 def gpu_name(kind: str, memory: int | None) -> str:
-    """`a virtual NVIDIA H200 (139.80 GiB)`."""
+    """Returns the name of a virtual GPU: `a virtual NVIDIA H200 (139.80 GiB)`."""
     return f"a virtual {GPUS[kind].name} ({format_bytes(GPUS[kind].total_memory if memory is None else memory)})"
 
 
@@ -41,7 +41,7 @@ def show_run(board: ProgressBoard, configuration: PlannedConfiguration, run: Vir
 
 
 def print_draws(draws: Draws, console: Console) -> None:
-    """The peak of the planned steps, and what is to be done against a batch that is too large."""
+    """Prints the peak of the planned steps, and how to prevent a batch that is too large."""
     drawn = draws.largest
     _print(
         console,
@@ -66,7 +66,7 @@ def print_draws(draws: Draws, console: Console) -> None:
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Prints whether it fits and by how much, because of what, and what to do."""
+    """Prints whether it fits and by how much, the reason, and a remedy."""
     run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
     room = f"{format_bytes(run.may_reserve or 0)} that it may reserve"
     taken = f"CUDA's context and libraries take {format_bytes(run.context or 0)}"
@@ -95,8 +95,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def print_doubts(warnings: Sequence[str], console: Console) -> None:
-    """What the run decided by values that a virtual GPU does not compute, from its profile's warnings, and how to set
-    them for the plan.
+    """Prints the decisions of the run that depend on values which a virtual GPU does not compute.
+
+    They come from its profile's warnings. Also prints how to set these values for the plan.
     """
     doubts = [warning for warning in warnings if "virtual GPU" in warning or "real GPU" in warning]
     for warning in doubts[:_MOST_WARNINGS]:
@@ -134,7 +135,7 @@ def _place(run: VirtualRun) -> str:
 
 
 def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: Console) -> None:
-    """A line for each cell: the largest value that fits, and what it takes then."""
+    """Prints a line for each cell: the largest value that fits, and the memory that it needs."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns_of(cells):
         table.add_column(escape(name), overflow="fold")
@@ -160,7 +161,7 @@ def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: C
 
 
 def columns_of(cells: Sequence[PlannedCell]) -> dict[str, str]:
-    """The columns in which cells differ: their names, and their values in the first cell."""
+    """Returns the columns in which cells differ: their names, and their values in the first cell."""
     cell = cells[0]
     columns = {name: str(value) for name, value in cell.fixed.items()}
     columns |= {} if cell.mode is None else {"mode": cell.mode}

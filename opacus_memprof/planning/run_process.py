@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one planned run: `python -m opacus_memprof.planning.run_process CONFIGURATION DIRECTORY`.
 
-Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --virtual-gpu` does, applies the changes that
-are to be tried, and leaves in facts.json what the profile does not have.
+Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --virtual-gpu` does. Applies the changes of a
+suggestion, and writes data that the profile does not have into facts.json.
 """
 
 import atexit
@@ -31,7 +31,7 @@ class RunFacts:
     """Writes facts.json when the process ends.
 
     Attributes:
-        refused: why the program was not run; "" if it was.
+        refused: the reason why the program was not run; "" if it was.
     """
 
     def __init__(self, configuration: PlannedConfiguration, directory: Path) -> None:
@@ -39,11 +39,11 @@ class RunFacts:
         self._configuration = configuration
         self._directory = directory
         self._setup: OpacusSetup | None = None
-        self._reserved = 0  # the highest peak before the program has reset torch's
-        self._steps = 0  # of any optimizer, also of a training that the profiler does not follow
+        self._reserved = 0  # the highest peak before the program reset torch's
+        self._steps = 0  # of any optimizer, including a training that the profiler does not follow
         self._torch_imported = False
         self._environment = dict(os.environ)
-        self._packages: list[str] = []  # that were imported while the environment was this
+        self._packages: list[str] = []  # packages that were imported with this environment
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
@@ -96,7 +96,7 @@ class RunFacts:
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        limit = int(torch.cuda.memory.get_per_process_memory_fraction() * total)  # the program's own
+        limit = int(torch.cuda.memory.get_per_process_memory_fraction() * total)  # the program's own limit
         return {
             "reserved": max(self._reserved, torch.cuda.max_memory_reserved()),
             "may_reserve": min(reserved + free, limit),
@@ -108,18 +108,19 @@ class RunFacts:
 
 
 def has_changed(environment: Mapping[str, str]) -> bool:
-    """Whether this process has other variables than these. One is left out: torch sets it itself when the first
-    optimizer is made, and no package reads it when it is imported.
+    """Returns whether this process has other environment variables than these.
+
+    Ignores one variable that torch sets when the first optimizer is made, and that no package reads when imported.
     """
     names = {*environment, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}
     return any(environment.get(name) != os.environ.get(name) for name in names)
 
 
 def main() -> None:
-    """Runs what sys.argv says, and exits as the program does."""
+    """Runs the program that sys.argv names, and exits as the program does."""
     configuration, directory = PlannedConfiguration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
     program = configuration.program
-    # Made first, for the exit handler that writes the facts must run after the recording's own.
+    # Made first, because the exit handler that writes the facts must run after the recording's own.
     facts = RunFacts(configuration, directory)
     try:
         running = Program(program.target, program.arguments, module=program.module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many virtual runs at once, each kept in runs.jsonl when it ends."""
+"""Runs many virtual runs at once, and stores each in runs.jsonl when it ends."""
 
 import hashlib
 import json
@@ -25,11 +25,11 @@ Key = TypeVar("Key")
 
 
 class PlannedRuns:
-    """The runs of a plan. Runs that an interrupted plan has left in its directory are not run again.
+    """The runs of a plan. Completed runs of an interrupted plan in its directory are not repeated.
 
     Args:
-        directory: of the plan, locked by `open_runs`.
-        workers: how many runs there are at once.
+        directory: the directory of the plan, locked by `open_runs`.
+        workers: the number of concurrent runs.
         on_end: called with the configuration and the run, whenever one has ended.
 
     Attributes:
@@ -45,7 +45,7 @@ class PlannedRuns:
         self._journal = Journal(directory / PLANNED_RUNS)
         self._known = self._read_known()
         self.kept = len(self._known)
-        self._packages: tuple[str, ...] = ()  # that the program imports, once a run has shown it
+        self._packages: tuple[str, ...] = ()  # packages that the program imports, known after its first run
         self._processes = Processes()
         self._pool = DevicePool(range(workers), stop=self._stop)
         self._threads = max(1, len(os.sched_getaffinity(0)) // workers)
@@ -62,7 +62,7 @@ class PlannedRuns:
         return [found[index] for index in range(len(configurations))]
 
     def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
-        """Starts a run as soon as a worker is free; a known run has ended already."""
+        """Starts a run as soon as a worker is free. The future of a known run is complete already."""
         key = _key(configuration)
         if key in self._known:
             done: Future[VirtualRun] = Future()
@@ -85,7 +85,7 @@ class PlannedRuns:
         return self._forked[worker]
 
     def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
-        """Writes a run that has ended to the journal, unless it is known."""
+        """Writes a completed run to the journal, unless it is known."""
         key = _key(configuration)
         self._packages = self._packages or run.packages
         if key in self._known:
@@ -138,11 +138,11 @@ class PendingRuns(Generic[Key]):
 def open_runs(
     directory: Path, *, resume: bool, on_end: Callable[[PlannedConfiguration, VirtualRun], object]
 ) -> Iterator[PlannedRuns]:
-    """A context manager that gives the runs of the plan in a directory, which it locks.
+    """A context manager that opens the runs of the plan in a directory, and locks it.
 
     Args:
-        directory: of the plan; made if it does not exist.
-        resume: keep the runs that are there.
+        directory: the directory of the plan; made if it does not exist.
+        resume: whether to keep the runs that are there.
         on_end: see PlannedRuns.
 
     Raises:
@@ -167,7 +167,7 @@ def _refuse_other_files(path: Path) -> None:
 
 
 def _key(configuration: PlannedConfiguration) -> str:
-    """Returns a key that is equal for equal runs: of the same configuration, source and release."""
+    """Returns a key that is equal for equal runs: with the same configuration, source and release."""
     content: dict[str, Any] = {"version": VERSION, **configuration.to_json()}
     if not configuration.program.module:
         content["source"] = Path(configuration.program.target).read_text(encoding="utf-8", errors="replace")

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest value of an argument that fits, by few runs.
+"""Finds the largest value of an argument that fits, by few runs.
 
-A peak is the largest of many instants, each of which grows linearly with the batch: it is piecewise linear. A line
-through two runs that fit says where the memory ends, a run close to it makes the line exact, and the value there and
-the next one are run. Where the line was wrong, what lies between is bisected. Reserved bytes say where memory ends
-while the allocator need not give anything back to the GPU; requested bytes, where it ends in any case.
+A peak is the largest of many instants, each of which grows linearly with the batch, so it is piecewise linear. A line
+through two runs that fit predicts the limit. A run close to the limit makes the line exact; then the predicted value
+and the next one are run. If the line was wrong, the interval between is bisected. Reserved bytes predict the limit
+while the allocator returns no memory to the GPU; requested bytes predict an upper limit in any case.
 
-In between, whether a value fits is a matter of fragments, and round values fit worst: torch takes memory in pieces of
-2 MiB, and where tensors are whole pieces nothing is left at their ends for what is a little larger. So the round values
-below an answer from there are run as well, and what is larger than one that does not fit is no answer.
+Between these limits, fragmentation decides whether a value fits, and round values are the worst: torch reserves memory
+in pieces of 2 MiB. If tensors are whole pieces, nothing is left at their ends for slightly larger tensors. Therefore
+the round values in this range below an answer are run as well. A value is not an answer if a smaller one does not fit.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 _FEW_RUNS = 7  # then lines have been wrong too often, and every second run bisects
-_FAR = 1.5  # times the largest value that has fitted: what a line says there is not exact
+_FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
 _PART_OF_FAR = 0.85  # of the way there
-_ROUND = 16  # the least round value: from 128 KiB for each sample on its tensors are whole pieces
+_ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run with one value: whether it fitted, its peaks and what it may reserve, in bytes, and how often the allocator
-    gave cached memory back to the GPU.
+    """A run with one value: whether it fitted, its peaks and limit in bytes, and the allocator's retries.
+
+    A retry returns cached memory to the GPU.
     """
 
     fits: bool
@@ -46,13 +47,13 @@ class Line:
         return cls(first[1] - slope * first[0], slope)
 
     def value_at(self, size: int) -> int | None:
-        """The largest whole value with at most this size; None where the line does not grow."""
+        """Returns the largest whole value with at most this size; None if the line does not grow."""
         return None if self.slope <= 0 else int((size - self.base) // self.slope)
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """What runs have shown: `fitting` values below `bad`, the smallest that does not fit (None if not known)."""
+    """The results of runs: `fitting` values below `bad`, the smallest that does not fit (None if unknown)."""
 
     fitting: tuple[int, ...]
     bad: int | None
@@ -64,27 +65,31 @@ class Bracket:
 
 
 def largest(points: Mapping[int, Point]) -> int | None:
-    """The largest value that has fitted, below the smallest that has not; None where none has."""
+    """Returns the largest value that fitted, below the smallest that did not; None if there is none."""
     return max(Bracket.from_points(points).fitting, default=None)
 
 
 def requested_line(points: Mapping[int, Point]) -> Line | None:
-    """Requested bytes near the largest value that fits; None where fewer than two have fitted."""
+    """Returns requested bytes near the largest value that fits; None if fewer than two have fitted."""
     anchors = _anchors(Bracket.from_points(points).fitting)
     return None if anchors is None else _line(points, anchors, "requested")
 
 
 def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1) -> list[int]:
-    """The values from `low` to `high` to run next, side by side: the one that tells most, and where there are more
-    processes those that would be next.
+    """Returns the values from `low` to `high` to run next, at the same time.
+
+    The first one is the most informative. With more processes, it returns also the values that would be next.
 
     Args:
         points: the runs so far.
-        width: how many there are processes for.
+        low: the smallest value.
+        high: the largest value.
+        width: the number of available processes.
 
     Returns:
-        [] when the largest value is known: it has fitted, and so have the round values below it as far as cached memory
-        was given back there, and the next one has not or is beyond `high`; or `low` has not fitted.
+        [] when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted, the
+        round values below it have fitted as far as cached memory was returned there, and the next value has not fitted
+        or is beyond `high`.
     """
     if low not in points:
         return sorted({low, min(high, max(2 * low, low + 7))})[:width]
@@ -106,38 +111,38 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
 
 
 def _rounder(value: int) -> list[int]:
-    """The value rounded down to multiples of 16, 32, 64 and so on, in ascending order."""
+    """Returns the value rounded down to multiples of 16, 32, 64 and so on, in ascending order."""
     powers = (_ROUND << power for power in range(value.bit_length()))
     return sorted({value - value % power for power in powers})
 
 
 def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) -> list[int]:
-    """The values to run next, the one that tells most first. Values may lie beyond what is asked about."""
+    """Returns the values to run next, the most informative first. Values may be outside of the searched range."""
     good = found.fitting[-1]
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)
-    if anchors is None:  # as if all memory grew with the value: it is not more
+    if anchors is None:  # as if all memory grew with the value: an upper bound
         return [max(good * room // max(1, points[good].reserved), 2 * good, good + 7)]
     by_reserved = _line(points, anchors, "reserved").value_at(room)
     by_requested = _line(points, anchors, "requested").value_at(room)
     if by_requested is None:  # nothing grows so far
         return [top - 1]
-    flushes = points[good].retries > 0  # then reserved bytes are no line: they fall when cached memory is given back
+    flushes = points[good].retries > 0  # then reserved bytes are not linear: they fall when cached memory is returned
     if flushes or by_reserved is None or by_reserved <= good:
         end = top if by_requested < good else min(top, by_requested + 2)
         parts = [good + (end - good) * part // (width + 1) for part in range(1, width + 1)]
         return parts if flushes else [good + 1, *parts]
-    if found.bad is not None and by_reserved >= found.bad:  # the line has promised too much: a little, or a lot
+    if found.bad is not None and by_reserved >= found.bad:  # the prediction was too high: by a little, or a lot
         wrong = sum(not point.fits for point in points.values())
         less = max(1, (top - good) * 2 ** min(wrong, 3) // 16)
         return [top - less, *(good + (top - good) * part // width for part in range(1, width))]
-    if by_reserved > _FAR * good:  # reserved bytes bend a little: a run close to the end first, which fits
+    if by_reserved > _FAR * good:  # reserved bytes are slightly nonlinear: first a run close to the limit
         return [good + int(_PART_OF_FAR * (by_reserved - good))]
     return [by_reserved, by_reserved + 1]
 
 
 def _anchors(fitting: tuple[int, ...]) -> tuple[int, int] | None:
-    """Two values for a line that holds at the largest, not too close to each other: reserved bytes grow in steps."""
+    """Returns two values for a line that is exact at the largest, not too close: reserved bytes grow in steps."""
     if len(fitting) < 2:
         return None
     good = fitting[-1]

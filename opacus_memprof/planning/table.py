@@ -13,7 +13,7 @@ from opacus_memprof.planning.verdict import check_run
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
-# What argparse, click and others print for an unknown argument.
+# Messages of argparse, click and others for an unknown argument.
 _REFUSALS = ("unrecognized arguments", "no such option", "unknown option", "unrecognized option")
 
 
@@ -23,11 +23,11 @@ class PlannedCell:
 
     Attributes:
         mode: a value of --modes; None without --modes.
-        configuration: without a value for the searched argument.
-        settings: of torch's allocator; None without --settings.
+        configuration: the configuration, without a value for the searched argument.
+        settings: settings of torch's allocator; None without --settings.
         fixed: the other arguments of the grid, and their values.
-        runs: by value of the searched argument; by 0 if none is searched.
-        error: why there is no answer; "" if there is one.
+        runs: runs by value of the searched argument; by 0 if none is searched.
+        error: the reason why there is no answer; "" if there is one.
     """
 
     mode: str | None
@@ -39,7 +39,7 @@ class PlannedCell:
 
     @property
     def label(self) -> str:
-        """How the cell differs from others: `seq-length=512, ghost, expandable_segments:True on h100`."""
+        """The cell's label: `seq-length=512, ghost, expandable_segments:True on h100`."""
         values = [f"{name}={value}" for name, value in self.fixed.items()]
         words = [*values, *([self.mode] if self.mode else []), *([self.settings] if self.settings else [])]
         return " on ".join([*([", ".join(words)] if words else []), self.configuration.gpu])
@@ -71,11 +71,11 @@ class PlannedCell:
 def fill(
     runs: PlannedRuns, cells: Sequence[PlannedCell], searched: Range | None, on_round: Callable[[int], object]
 ) -> None:
-    """Runs what the cells need, several runs at once.
+    """Runs the configurations that the cells need, several at once.
 
     Args:
-        runs: of the plan.
-        cells: to fill with runs.
+        runs: the runs of the plan.
+        cells: the cells, which get the runs.
         searched: the searched argument; None runs each cell once.
         on_round: called with the number of runs whenever some are started.
 
@@ -123,7 +123,7 @@ def fill(
 
 
 def _check(cell: PlannedCell, searched: Range | None, run: VirtualRun) -> None:
-    """Calls check_run, with an error of its own if the program does not have the searched argument."""
+    """Calls check_run; raises a separate error if the program does not have the searched argument."""
     program = cell.configuration.program
     if searched is not None and run.status == "failed":
         words = run.last_words()

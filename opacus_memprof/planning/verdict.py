@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a configuration fits and by how much, and suggestions to make it fit, tried on the virtual GPU."""
+"""Decides whether a configuration fits and by how much, and tries suggestions on the virtual GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedP
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.virtual_run import LOG, VirtualRun
 
-LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit in no real GPU
+LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit on no real GPU
 _MOST_ADVICE = 4
-# Actions that need no change of the program's source; allocator_setting goes through the environment.
+# Actions that do not change the program's source; allocator_setting is passed by the environment.
 _APPLICABLE = {
     "adopt_grad_samples",
     "allocator_setting",
@@ -31,9 +31,9 @@ class Advice:
     """A suggestion of the OOM report.
 
     Attributes:
-        predicted: peak in bytes.
+        predicted: predicted peak in bytes.
         tried: the run with it; None if it needs an edit of the program.
-        failure: why the run with it failed; "" if it did not.
+        failure: the reason why the run with it failed; "" if it did not.
         applied: the configuration with it.
     """
 
@@ -47,11 +47,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a configuration; if it does not fit, also its run on a large enough GPU, and advice.
+    """The outcome of a configuration. If it does not fit, also its run on a large enough GPU, and advice.
 
     Attributes:
         whole: the run with more memory; None if the configuration fits, or not even in LARGEST_MEMORY.
-        needed: bytes to reserve: measured in `run` or `whole`, else computed in the OOM report.
+        needed: bytes to reserve: measured in `run` or `whole`, otherwise computed in the OOM report.
     """
 
     configuration: PlannedConfiguration
@@ -62,12 +62,12 @@ class Verdict:
 
     @property
     def spare(self) -> int:
-        """The bytes that can be reserved and are not needed; negative if it does not fit."""
+        """Bytes that can be reserved and are not needed; negative if it does not fit."""
         return (self.run.may_reserve or 0) - self.needed
 
 
 def check_run(program: PlannedProgram, run: VirtualRun) -> None:
-    """Refuses a run that shows nothing about memory.
+    """Raises MemprofError for a run that shows nothing about memory.
 
     Raises:
         MemprofError: the program failed, used no GPU, or ended before it had trained a step.
@@ -81,7 +81,7 @@ def check_run(program: PlannedProgram, run: VirtualRun) -> None:
         raise MemprofError(f"{program.name} allocated nothing on the GPU: let it train on cuda (see {log})")
     if run.fits and not run.steps:
         raise MemprofError(
-            f"{program.name} ended before its first training step, whose memory a plan is about: let it make one or "
+            f"{program.name} ended before its first training step, whose memory a plan needs: let it make one or "
             f"two (see {log})"
         )
 
@@ -90,8 +90,8 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
     """Runs a configuration, and tries advice if it does not fit.
 
     Args:
-        runs: of the plan.
-        configuration: what is run.
+        runs: the runs of the plan.
+        configuration: the configuration.
         mode_argument: the argument of the program for Opacus' grad_sample_mode, if it has one.
 
     Raises:
@@ -122,7 +122,7 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
 
 
 def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the first suggestions: first those predicted to fit, then others that can be tried."""
+    """Returns the suggestions to try: first those predicted to fit, then others."""
     fitting = [each for each in suggestions if each["fits"] is not False]
     others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"])]
     return [*fitting, *others][:_MOST_ADVICE]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on a virtual GPU in a process of its own, and reads the outcome. This process needs no torch."""
+"""Runs a program on a virtual GPU in a separate process, and reads the outcome. This process needs no torch."""
 
 import contextlib
 import json
@@ -21,20 +21,20 @@ from opacus_memprof.profiles.directory import OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import read_object, writing
 
 LOG = "log.txt"
-FACTS = "facts.json"  # what the process writes about itself when it ends
+FACTS = "facts.json"  # data that the process writes when it ends
 PROFILE_OF_RUN = "profile"
-_SUMMARY = "opacus-memprof  "  # begins what the profiler prints after the program's own words
+_SUMMARY = "opacus-memprof  "  # begins the profiler's output after the program's own
 
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """The outcome of a run. Sizes are in bytes; None where the run did not get so far.
+    """The outcome of a run. Sizes are in bytes. A value is None if the run ended before it was known.
 
     Attributes:
         fits: whether the program finished without running out of memory.
         status: "finished", "out_of_memory", "failed" or "killed". `error`: the program's last message, in one line.
-        steps: number of finished optimizer steps.
-        samples: in the largest physical batch.
+        steps: number of completed optimizer steps.
+        samples: samples in the largest physical batch.
         requested, reserved: the peaks.
         may_reserve: the GPU's memory without that of CUDA's context and libraries.
         context: memory of CUDA's context and libraries.
@@ -43,8 +43,9 @@ class VirtualRun:
         categories: requested bytes at the peak, by category.
         poisson: "samples", "rate" and "steps" of a loader with Poisson sampling; {} without one.
         seconds: duration of the process.
-        directory: of the profile and the log.
-        packages: that the program imported before it changed its environment; forked processes can import them early.
+        directory: the directory of the profile and the log.
+        packages: packages that the program imported before it changed its environment; forked processes can import them
+            early.
     """
 
     fits: bool
@@ -71,7 +72,7 @@ class VirtualRun:
         return Path(self.directory) / PROFILE_OF_RUN
 
     def oom_report(self) -> dict[str, Any] | None:
-        """Returns oom_report.json if the run ran out of memory, else None."""
+        """Returns oom_report.json if the run ran out of memory, otherwise None."""
         file = self.profile / OOM_REPORTS[1]
         return read_object(file) if file.exists() else None
 
@@ -86,7 +87,7 @@ class ForkedRuns:
     """Runs in processes that are forked, one after the other, from a process that has imported torch and Opacus.
 
     Args:
-        packages: what the runs import.
+        packages: the packages that the runs import.
         environment: the runs' environment variables.
     """
 
@@ -134,13 +135,13 @@ def run_virtually(
 
     Args:
         configuration: the program and its virtual GPU.
-        directory: is replaced by the files of this run: profile/, log.txt, facts.json.
-        threads: for each library that computes on the CPU; None leaves it to them.
+        directory: replaced by the files of this run: profile/, log.txt, facts.json.
+        threads: number of threads for each library that computes on the CPU; None for the libraries' defaults.
         forked: runs the program, in its environment, instead of a new process.
         processes: starts the new process, and can kill it.
 
     Raises:
-        MemprofError: a virtual GPU cannot work here, the program cannot be found, or the directory not be written.
+        MemprofError: a virtual GPU cannot work here, the program cannot be found, or the directory cannot be written.
     """
     with writing(directory):
         shutil.rmtree(directory, ignore_errors=True)
@@ -173,7 +174,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
     if refused := facts.get("refused"):
         raise MemprofError(str(refused))
     profile: dict[str, Any] = {}
-    with contextlib.suppress(MemprofError):  # there is none where the program has not imported torch, or was killed
+    with contextlib.suppress(MemprofError):  # there is none if the program has not imported torch, or was killed
         profile = read_object(directory / PROFILE_OF_RUN / PROFILE)
     devices = profile.get("devices", {})
     name = next((name for name in devices if name.startswith("cuda")), None)
@@ -181,7 +182,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
     ran_out = (directory / PROFILE_OF_RUN / OOM_REPORTS[1]).exists()
     status = profile.get("status", "killed" if exit_code < 0 else "failed" if exit_code else "finished")
     if ran_out and status in ("finished", "failed"):
-        status = "out_of_memory"  # the program has handled it, or died of something else that it led to
+        status = "out_of_memory"  # the program has handled it, or failed with a consequence of it
     peak = device.get("peak", {})
     category, module, phase = _largest(peak)
     if ran_out:
@@ -210,7 +211,7 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
 
 
 def _largest(peak: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The category with the most bytes at the peak, the module with the most bytes of it, and the phase."""
+    """Returns the category with the most bytes at the peak, its module with the most bytes, and the phase."""
     categories = peak.get("categories", {})
     if not categories:
         return "", "", ""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines: JSON files, committed by users, with the peaks of a test for each device, torch, Opacus and grad-sample
-mode. profiles.baseline describes them.
+"""Baselines: JSON files, committed by users, with the peaks of a test.
+
+They have a peak for each device, torch, Opacus and grad-sample mode. profiles.baseline describes them.
 """
 
 import contextlib
@@ -85,7 +86,8 @@ def compare(entries: list[Baseline], measured: Baseline, rel: float, file: Path)
     """Compares a measured entry with the baseline of the same key.
 
     Returns:
-        None, or a message with what has grown by `rel` or more: the peak, categories at the peak, and their modules.
+        None, or a message with everything that has grown by `rel` or more: the peak, categories at the peak, and their
+        modules.
 
     Raises:
         MemprofError: there is no entry with the measured key.
@@ -153,7 +155,7 @@ def _where(before: Baseline, measured: Baseline) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Locks the directory against other writers, without a lock file, which might get committed."""
+    """Locks the directory against other writers, without a lock file, which could be committed by accident."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # the file system has no locks

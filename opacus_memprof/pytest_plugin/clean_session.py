@@ -2,7 +2,7 @@
 """A session for one test, whose profile contains only the test's own memory, and which affects no later test.
 
 A block from before the test (of earlier tests, wider fixtures or the test's module) is in the event file as a seed. It
-counts if the test retags it, as attaching a model does with parameters. Otherwise all of its events are left out, so
+counts if the test retags it, as attaching a model does with parameters. Otherwise all of its events are omitted, so
 that the replay is the same as in a process in which only this test has run.
 """
 
@@ -40,10 +40,10 @@ _SETTLED = 9
 
 
 class TestEvents:
-    """The events so far of a test that is running.
+    """The events so far of a running test.
 
     Args:
-        directory: of the profile.
+        directory: the directory of the profile.
 
     Attributes:
         earlier_blocks: blocks from before the test that are still live.
@@ -66,7 +66,8 @@ class TestEvents:
     def profile(self) -> Profile:
         """Returns the profile of the test's own memory, without a timeline.
 
-        Raises MemprofError as build_profile does.
+        Raises:
+            MemprofError: see build_profile.
         """
         if not self._excluded.size:
             return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
@@ -129,8 +130,9 @@ _frozen_tensors: list["weakref.ref[torch.Tensor]"] = []
 
 
 def freeze_imported_objects() -> None:
-    """Exempts the objects that imports have created from garbage collection. Collecting before each test then takes
-    milliseconds, instead of a tenth of a second for torch's objects.
+    """Exempts the objects that imports have created from garbage collection.
+
+    Collecting before each test then takes milliseconds, instead of a tenth of a second for torch's objects.
     """
     importlib.import_module("torch._dynamo")  # has a third of them, and is imported when an optimizer is first used
     gc.collect()
@@ -145,10 +147,10 @@ def unfreeze() -> None:
 
 
 class CleanSession(Session):
-    """The session of one test. It attaches what any PrivacyEngine makes private.
+    """The session of one test. It attaches the results of any PrivacyEngine.
 
     Args:
-        directory: of the profile.
+        directory: the directory of the profile.
         keep: whether to write profile.json at the end.
 
     Attributes:
@@ -163,7 +165,7 @@ class CleanSession(Session):
 
     def start(self) -> None:
         """Frees unreachable objects of earlier tests, and starts recording."""
-        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # keep frames of a failed test alive
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # keep frames of failed tests alive
             if hasattr(sys, name):
                 delattr(sys, name)
         empty_caches()
@@ -171,7 +173,7 @@ class CleanSession(Session):
         observe_make_private(self._engines, self._follow)
 
     def attach(self, *objects: Any) -> None:
-        """Attaches as `Session.attach` does. PrivacyEngines are attached already."""
+        """Attaches objects as `Session.attach` does. PrivacyEngines are attached already."""
         self.modes.update(_mode(target) for target in objects if isinstance(target, AbstractGradSampleHooks))
         super().attach(*objects)
 
@@ -182,15 +184,13 @@ class CleanSession(Session):
             MemprofError: events were lost.
         """
         if native.events_status()["dropped"]:
-            raise MemprofError(
-                f"a profile holds {DEFAULT_MAX_EVENTS} events and the test made more: let it train fewer steps"
-            )
+            raise MemprofError(f"a profile holds at most {DEFAULT_MAX_EVENTS} events: let the test train fewer steps")
         return self._test_events().profile().devices
 
     def breakdown(self) -> dict[str, dict[str, int]]:
-        """Returns the live bytes of the test, as `Session.breakdown`.
+        """Returns the live bytes of the test, as `Session.breakdown` does.
 
-        The two categories of captured activations are added.
+        The two categories of captured activations are added up.
         """
         result: dict[str, dict[str, int]] = {}
         for block in _without(self._test_events().foreign_blocks):
@@ -204,8 +204,9 @@ class CleanSession(Session):
         return _without(self._test_events().earlier_blocks)
 
     def end(self, status: str, exit_code: int, error: str | None = None) -> None:
-        """Closes the session, as `close`. Blocks that are still live become unattributed, so that they count in a later
-        test only if it attaches them.
+        """Closes the session, as `close` does.
+
+        Blocks that are still live become unattributed, so that they count in a later test only if it attaches them.
         """
         self._engines.detach()
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs tests that are marked `memprof_isolated` or `fits` in a new process, and reports as if they had run here.
 
-The process is not forked: after a fork, CUDA cannot be used if the parent has used it, and a parent with threads may
+The process is not forked. After a fork, CUDA cannot be used if the parent has used it, and a parent with threads may
 leave a lock that nobody releases. The new process loads this file as a pytest plugin, which passes the reports back.
 """
 
@@ -64,9 +64,10 @@ def run(item: pytest.Item) -> None:
 
 
 def _command(item: pytest.Item) -> list[str]:
-    """Returns the command that runs pytest for this test only, with the same root, configuration, plugins and memory
-    options. The project's `addopts` are left out: parallel runs, reports and filters are for the parent process
-    only.
+    """Returns the command that runs pytest for this test only, with the same root, configuration and plugins.
+
+    Memory options stay. The project's `addopts` are omitted, because parallel runs, reports and filters are for the
+    parent process only.
     """
     config = item.config
     command = [

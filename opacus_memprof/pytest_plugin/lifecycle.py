@@ -48,7 +48,7 @@ class Memprof:
         """Returns the test's live bytes now.
 
         Returns:
-            {device: {category: bytes}}, as `Session.breakdown`.
+            {device: {category: bytes}}, as `Session.breakdown` does.
 
         Raises:
             MemprofError: the test's events cannot be read.
@@ -56,13 +56,14 @@ class Memprof:
         return self._session.breakdown()
 
     def peak(self, category: str | None = None, *, module: str | None = None, phase: str | None = None) -> int:
-        """Returns the requested bytes at the test's peak so far, or at the peak of a phase; the highest of several
-        devices.
+        """Returns the requested bytes at the test's peak so far, or at the peak of a phase.
+
+        With several devices, returns the highest value.
 
         Args:
             category: count this category only.
             module: count this module and those inside it only.
-            phase: at the peak of this phase.
+            phase: use the peak of this phase.
 
         Raises:
             MemprofError: there is no such category, module or phase, or both a module and a phase are given.
@@ -76,8 +77,14 @@ class Memprof:
     ) -> None:
         """Fails the test if `peak` with these arguments is more than `limit`, such as "1.2 GB", on any device.
 
+        Args:
+            limit: the limit in bytes, or with a unit.
+            category: see `peak`.
+            module: see `peak`.
+            phase: see `peak`.
+
         Raises:
-            MemprofError: as `peak`; or the limit is not a size, or is 0.
+            MemprofError: there is no such category, module or phase; or the limit is not a size, or is 0.
         """
         __tracebackhide__ = True
         parsed = limits.Limit.parse(limit, category=category, module=module, phase=phase)
@@ -86,11 +93,12 @@ class Memprof:
             pytest.fail(f"assert_within: {message}")
 
     def check_baseline(self, name: str, *, rel: float = 0.02) -> None:
-        """Fails the test if its peak, or any category at the peak, has grown by `rel` of the baseline or more. With
-        --memprof-update-baselines it writes the baseline instead.
+        """Fails the test if its peak, or any category at the peak, has grown by `rel` of the baseline or more.
+
+        With --memprof-update-baselines it writes the baseline instead.
 
         Args:
-            name: of the baseline and of its file: letters, digits, `_`, `-` and `.`.
+            name: the name of the baseline and of its file: letters, digits, `_`, `-` and `.`.
             rel: 0.02 is 2 %; with 0 any growth fails.
 
         Raises:
@@ -99,7 +107,7 @@ class Memprof:
         """
         __tracebackhide__ = True
         if not isinstance(rel, (int, float)) or not math.isfinite(rel) or rel < 0:
-            raise MemprofError(f"rel={rel!r} is not a tolerance: give a part of the baseline, such as 0.02 for 2 %")
+            raise MemprofError(f"rel={rel!r} is not a tolerance: give a fraction of the baseline, such as 0.02 for 2 %")
         file = baseline.path_of(name, self._folder())
         measured = baseline.measure(self._session.devices_so_far(), self._session.modes)
         if self._item.config.getoption("--memprof-update-baselines"):
@@ -145,9 +153,9 @@ class Lifecycle:
     """A pytest plugin that starts, checks and ends the profile of each test.
 
     Args:
-        config: pytest's.
-        wants_profile: whether a test is profiled.
-        is_isolated: whether a test runs in a new process.
+        config: pytest's configuration.
+        wants_profile: returns whether a test is profiled.
+        is_isolated: returns whether a test runs in a new process.
     """
 
     def __init__(
@@ -236,8 +244,9 @@ class Lifecycle:
         item.stash[_KEY] = running
 
     def _record_error(self, item: pytest.Item, when: str, error: BaseException) -> None:
-        """Records that the test, or a fixture of it, has failed, and adds the test's memory to the report of that
-        phase (`when`: "setup" or "call").
+        """Records that the test, or a fixture of it, has failed.
+
+        Adds the test's memory to the report of that phase (`when`: "setup" or "call").
         """
         running = item.stash.get(_KEY, None)
         if running is None or isinstance(error, pytest.skip.Exception):
@@ -254,8 +263,9 @@ class Lifecycle:
             item.add_report_section(when, "opacus-memprof", message)
 
     def _end(self, item: pytest.Item, running: ProfiledTest) -> str | None:
-        """Closes the session. Returns a message if the test leaks more than its limit. A failed test is not checked,
-        because its traceback keeps frames, and with them tensors, alive.
+        """Closes the session. Returns a message if the test leaks more than its limit.
+
+        A failed test is not checked, because its traceback keeps frames, and with them tensors, alive.
         """
         del item.stash[_KEY]
         message = None
@@ -280,7 +290,8 @@ class Lifecycle:
 def _scratch_parent() -> Path | None:
     """Returns the parent of the scratch directory, or None for the default.
 
-    It is /dev/shm if event files fit into it: creating and removing one on a disk takes longer than a short test.
+    It is /dev/shm if event files fit into it, because creating and removing one on a disk takes longer than a short
+    test.
     """
     shared_memory = Path("/dev/shm")
     try:

@@ -26,7 +26,7 @@ class Limit:
         size: the limit, in bytes.
         category: count this category only.
         module: count this module and those inside it only.
-        phase: at the peak of this phase.
+        phase: use the peak of this phase.
     """
 
     size: int
@@ -38,7 +38,7 @@ class Limit:
     def parse(
         cls, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
     ) -> "Limit":
-        """Parses a limit such as "1.2 GB". Raises MemprofError if it is not a size or is 0, and as `check_filters`."""
+        """Parses a limit such as "1.2 GB". Raises MemprofError if it is not a size, is 0, or a filter is invalid."""
         check_filters(category, module, phase)
         return cls(_positive(limit), category, module, phase)
 
@@ -61,8 +61,12 @@ class Limit:
 
 
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:
-    """Raises MemprofError if a category or phase does not exist, or if both a module and a phase are given: modules
-    are known at the peak only.
+    """Raises MemprofError if a category or phase does not exist, or if both a module and a phase are given.
+
+    Modules are known at the peak only.
+
+    Raises:
+        MemprofError: a filter is invalid.
     """
     names = native.names()
     categories = sorted({*REPORTED, *(reported_name(name) for name in names["categories"])} - {FORWARD_UNDECIDED})
@@ -85,7 +89,7 @@ def select(
     """Selects bytes of one device of a profile.
 
     Returns:
-        The total bytes, the bytes by category, those by module, and a phrase that says when that was.
+        The total bytes, bytes by category, bytes by module, and a phrase with the time of the peak.
 
     Raises:
         MemprofError: no such module was ever attached, so that a limit on it could not fail.
@@ -120,9 +124,7 @@ def check_markers(item: pytest.Item) -> None:
 
 
 def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None:
-    """Checks the limit_gpu_memory markers of a test that has run, and `fits`. Returns a message if a limit is
-    exceeded.
-    """
+    """Checks the markers limit_gpu_memory and `fits` of a completed test. Returns a message if a limit is exceeded."""
     for mark in item.iter_markers("limit_gpu_memory"):
         limit = _read(mark)
         message = limit.check(devices)
@@ -133,8 +135,9 @@ def check_memory(item: pytest.Item, devices: Mapping[str, Device]) -> str | None
 
 
 def check_leaks(item: pytest.Item, leaked: Iterable[Mapping[str, Any]]) -> str | None:
-    """Checks the limit_gpu_leaks markers against the blocks that outlive a test and its fixtures. Returns a message if
-    a limit is exceeded.
+    """Checks the limit_gpu_leaks markers against the blocks that outlive a test and its fixtures.
+
+    Returns a message if a limit is exceeded.
     """
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for block in leaked:
@@ -173,7 +176,7 @@ def _leak_limit(limit: str | int) -> Limit:
 def _positive(limit: str | int) -> int:
     size = parse_size(limit)
     if size == 0:
-        raise MemprofError(f"a limit of {limit!r} is 0 bytes, which no test can keep: give at least 1 B")
+        raise MemprofError(f"a limit of {limit!r} is 0 bytes, which every test exceeds: give at least 1 B")
     return size
 
 
@@ -186,7 +189,7 @@ def _only(sizes: Mapping[str, int], category: str | None) -> dict[str, int]:
 
 
 def _largest(title: str, sizes: Mapping[str, int]) -> list[str]:
-    """The largest entries, one per line."""
+    """Returns the largest entries, one per line."""
     ranked = sorted(((name, size) for name, size in sizes.items() if size), key=lambda row: (-row[1], row[0]))
     rows = [f"  {format_bytes(size):>11}  {name or '(no module)'}" for name, size in ranked[:_TOP]]
     more = [f"  {format_bytes(sum(size for _, size in ranked[_TOP:])):>11}  others"] if ranked[_TOP:] else []

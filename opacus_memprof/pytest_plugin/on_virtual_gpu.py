@@ -26,7 +26,7 @@ def kind_of(config: pytest.Config) -> str:
 
 
 def start(config: pytest.Config) -> None:
-    """Starts the virtual GPU that the options ask for, unless it is running.
+    """Starts the virtual GPU that the options name, unless it is running.
 
     Raises:
         pytest.UsageError: the kind or the size is unknown, another kind is running, or torch has been imported.
@@ -94,7 +94,9 @@ class Fits:
     def read(cls, mark: pytest.Mark) -> "Fits":
         """Reads a marker.
 
-        Raises MemprofError if the kind or the size `below` is invalid, TypeError for other arguments.
+        Raises:
+            MemprofError: the kind or the size `below` is invalid.
+            TypeError: there are other arguments.
         """
         return cls._of_arguments(*mark.args, **mark.kwargs)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point of the pytest plugin: options, markers and the `memprof` fixture. Imports neither torch nor the
-profiler until a collected test needs them.
+"""The entry point of the pytest plugin: options, markers and the `memprof` fixture.
+
+Imports neither torch nor the profiler until a collected test needs them.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def memprof(request: pytest.FixtureRequest) -> Memprof:
-    """The profile of this test: memory that is allocated from its first fixture on."""
+    """Returns the profile of this test: memory that is allocated from its first fixture on."""
     from opacus_memprof.pytest_plugin.lifecycle import profiled_test_of
 
     return profiled_test_of(request.node).fixture
@@ -114,7 +115,7 @@ def memprof(request: pytest.FixtureRequest) -> Memprof:
 
 @pytest.fixture
 def memory_plan(tmp_path: Path) -> Callable[..., PlanVerdict]:
-    """`opacus_memprof.plan`, whose directory is the test's own."""
+    """Returns `opacus_memprof.plan` with a directory of the test."""
     from opacus_memprof.planning.python import plan
 
     return functools.partial(plan, directory=tmp_path / "memprof_plan")

@@ -24,8 +24,10 @@ _TITLES = ("test", "device", "peak", "in", "mostly", "left", "outcome")
 
 
 def properties(devices: Mapping[str, Device]) -> Properties:
-    """Returns the properties of a test, from the devices of its profile: `memprof.cuda:0.peak_bytes`, `.phase`,
-    `.step`, and the bytes of each category at the peak as `memprof.cuda:0.categories.gradients`.
+    """Returns the properties of a test, from the devices of its profile.
+
+    They are `memprof.cuda:0.peak_bytes`, `.phase`, `.step`, and the bytes of each category at the peak as
+    `memprof.cuda:0.categories.gradients`.
     """
     result: Properties = []
     for name, device in devices.items():
@@ -40,9 +42,7 @@ def properties(devices: Mapping[str, Device]) -> Properties:
 
 
 def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
-    """Returns the property `memprof.cuda:0.left_bytes`, from the blocks that outlive a test and its fixtures, if
-    any.
-    """
+    """Returns the property `memprof.cuda:0.left_bytes`, from blocks that outlive a test and its fixtures, if any."""
     sizes: dict[str, int] = {}
     for block in blocks:
         sizes[block["device"]] = sizes.get(block["device"], 0) + block["bytes"]
@@ -50,7 +50,7 @@ def leaks(blocks: Iterable[Mapping[str, Any]]) -> Properties:
 
 
 def out_of_memory(devices: Mapping[str, Device]) -> str | None:
-    """Returns a text about the last failed allocation and what was live then, or None."""
+    """Returns a text about the last failed allocation and the live memory at that instant, or None."""
     for name, device in devices.items():
         if device.out_of_memory:
             last = device.out_of_memory[-1]
