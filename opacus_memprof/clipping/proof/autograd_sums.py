@@ -2,39 +2,43 @@
 """Computes sums of gradients by plain autograd, and compares them with the sums that layers have computed."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from opacus_memprof.clipping.proof.recorder import Sum
 
+Gradients = dict[nn.Parameter, "torch.Tensor | None"]
 
-def autograd_gradients(
-    outputs: list[torch.Tensor], given: list[torch.Tensor], parameters: list[nn.Parameter]
-) -> dict[nn.Parameter, torch.Tensor | None]:
-    """Returns the gradients of parameters by plain autograd; None for parameters that the outputs do not depend on.
+
+def add_gradients(outputs: list[torch.Tensor], given: list[torch.Tensor], total: Gradients) -> None:
+    """Adds gradients of parameters by plain autograd, in place where there is one already.
 
     It calls `backward` rather than `grad`, which reentrant checkpoints do not support. The parameters' own gradients do
     not change.
+
+    Args:
+        outputs: tensors that depend on the parameters.
+        given: the gradients of the outputs.
+        total: the gradients so far by parameter; None for parameters that no output has depended on.
     """
-    before = [p.grad for p in parameters]
+    before = [p.grad for p in total]
     try:
-        for p in parameters:
-            p.grad = None
+        for p, gradient in total.items():
+            p.grad = gradient
         torch.autograd.backward(outputs, given)
-        return {p: None if p.grad is None else _real(p.grad) for p in parameters}
+        total.update({p: p.grad for p in total})
     finally:
-        for p, grad in zip(parameters, before, strict=True):
+        for p, grad in zip(total, before, strict=True):
             p.grad = grad
 
 
-def _real(x: torch.Tensor) -> torch.Tensor:
-    """Returns complex numbers as pairs of real numbers, as the layers store them."""
-    return torch.view_as_real(x) if x.is_complex() else x
+def _all_real(gradients: Gradients) -> Gradients:
+    """Returns complex gradients as pairs of real numbers, as the layers store them."""
+    return {p: torch.view_as_real(g) if g is not None and g.is_complex() else g for p, g in gradients.items()}
 
 
-Gradients = Mapping[nn.Parameter, "torch.Tensor | None"]
 _OTHER_SCALE = 1.1
 
 
@@ -51,7 +55,7 @@ def wrong_sums(
         The errors by parameter, relative to the gradient's norm, and whether all numbers are finite; other numbers
         prove nothing.
     """
-    expected = autograd(1.0)
+    expected = _all_real(autograd(1.0))
     owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
     measured = {p: _norm(g) for p, g in expected.items() if g is not None}
     norms = dict(zip(measured, _numbers(measured.values()), strict=True))
@@ -66,7 +70,7 @@ def wrong_sums(
             wrong[parameter] = error
     if wrong and is_finite:
         # Gradients may cancel to less than their rounding errors, which differ for other numbers.
-        again = autograd(_OTHER_SCALE)
+        again = _all_real(autograd(_OTHER_SCALE))
         for parameter, error in list(wrong.items()):
             gradient, first = again.get(parameter), expected.get(parameter)
             rounding = 0.0 if gradient is None else float(_distance(gradient / _OTHER_SCALE, first))

@@ -22,7 +22,7 @@ from opacus_memprof.clipping.forwards.arrangement import Arrangement
 from opacus_memprof.clipping.forwards.module_state import ModuleState
 from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.proof.autograd_sums import autograd_gradients, wrong_sums
+from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.outputs import as_output
 from opacus_memprof.clipping.proof.perturbation import has_samples
@@ -82,28 +82,20 @@ class RecordedForward:
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
-    def autograd(
-        self, parameters: list[nn.Parameter], weights: torch.Tensor
-    ) -> dict[nn.Parameter, torch.Tensor | None]:
-        """Returns the gradients of the parameters from the outputs alone, by plain autograd.
+    def add_gradients(self, total: Gradients, weights: torch.Tensor) -> None:
+        """Adds the gradients of parameters from the outputs alone, by plain autograd.
 
         Args:
-            parameters: the parameters.
+            total: the gradients so far by parameter.
             weights: the factors of the samples' gradients, [B].
         """
         # Samples are independent, so the batch can be split, unless its parts would draw other random numbers.
         is_one = self.draws or any(self.wheres[i] is None for i in self.gradients)
         size = self.batch if is_one else -(-self.batch // _PARTS)
-        total: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
         for n in slices(self.batch, max(1, size)):
-            for parameter, gradient in self._of_part(n, parameters, weights).items():
-                known = total[parameter]
-                total[parameter] = known if gradient is None else gradient if known is None else known + gradient
-        return total
+            self._add_part(n, total, weights)
 
-    def _of_part(
-        self, n: slice, parameters: list[nn.Parameter], weights: torch.Tensor
-    ) -> dict[nn.Parameter, torch.Tensor | None]:
+    def _add_part(self, n: slice, total: Gradients, weights: torch.Tensor) -> None:
         leaves, structure = tree_flatten((self.args, self.kwargs))
         is_whole = (n.start, n.stop) == (0, self.batch)
         args, kwargs = tree_unflatten(
@@ -126,7 +118,7 @@ class RecordedForward:
         for place, gradient in self.gradients.items():
             outputs.append(tensors[place])
             given.append(self._gradient(gradient, self.wheres[place], n, tensors[place], weights))
-        return autograd_gradients(outputs, given, parameters)
+        add_gradients(outputs, given, total)
 
     def _gradient(
         self, gradient: torch.Tensor, where: Arrangement | None, n: slice, output: torch.Tensor, weights: torch.Tensor
@@ -166,15 +158,12 @@ def check_explained(
     """
     if each.factors is not None and any(f.wheres[place] is None for f in recorded for place in f.gradients):
         return  # already clipped sums of a loss that all samples share: samples cannot be distinguished
-    parameters = list(names)
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 
-    def autograd(scale: float) -> dict[nn.Parameter, torch.Tensor | None]:
-        total: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(parameters)
+    def autograd(scale: float) -> Gradients:
+        total: Gradients = dict.fromkeys(names)
         for forward in recorded:
-            for parameter, gradient in forward.autograd(parameters, weights * scale).items():
-                known = total[parameter]
-                total[parameter] = known if gradient is None else gradient if known is None else known + gradient
+            forward.add_gradients(total, weights * scale)
         return total
 
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]

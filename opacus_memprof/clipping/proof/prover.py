@@ -25,7 +25,7 @@ from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.proof.autograd_sums import autograd_gradients, wrong_sums
+from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
 from opacus_memprof.clipping.proof.recorder import ManyRecorder, Record, RowRecorder, SumRecorder
@@ -322,14 +322,14 @@ class Prover:
                 doubts.setdefault(layer, Doubt(layer, reason, moves=False))
         return list(doubts.values())
 
-    def _autograd(
-        self, leaves: list[Any], structure: Any, weights: torch.Tensor
-    ) -> dict[nn.Parameter, torch.Tensor | None]:
+    def _autograd(self, leaves: list[Any], structure: Any, weights: torch.Tensor) -> Gradients:
         program = self.program
         with self._running(RowRecorder(self.workspace)), program.hooks.off():
             outputs, wheres = self._outputs(leaves, structure)
             given = cotangents(outputs, wheres, program.drawn, weights, True)
-            return autograd_gradients(outputs, given, list(program.trained))
+            total: Gradients = dict.fromkeys(program.trained)
+            add_gradients(outputs, given, total)
+            return total
 
 
 @dataclass
