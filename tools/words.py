@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [".ci", ".github", "benchmarks", "contrib", "docs", "examples", "news", "tools", "mkdocs.yml", "setup.py"]
-ROOMS = "clipping hooks integrations jobs loop_check planning profiles pytest_plugin recording running session"
+ROOMS = (
+    "clipping experiments hooks integrations jobs loop_check planning profiles pytest_plugin recording running session"
+)
+ROOMS += " toolkit"
 PLACES += [f"opacus_memprof/{room}" for room in ROOMS.split()]
 PLACES += ["pyproject.toml", *(path.name for path in ROOT.glob("*.md"))]
 # Results are what programs printed; so is planning.md's example, whose sentence the package has to change first.

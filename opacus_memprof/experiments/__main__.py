@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one run: `python -m opacus_memprof.experiments DIRECTORY`, which process.py starts."""
+"""The process of one run: `python -m opacus_memprof.experiments DIRECTORY`, started by process.py."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ def main() -> None:
     """Trains the configuration in configuration.json, and writes result.json."""
     # If the process that waits for this run is killed, the run ends too, and frees its GPU.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    warnings.simplefilter("ignore")  # Opacus' and torch's advice to those who write training scripts
+    warnings.simplefilter("ignore")  # advice of Opacus and torch to authors of training scripts
     directory = Path(sys.argv[1])
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what all ranks say, one says)
@@ -44,12 +44,13 @@ def main() -> None:
 
 
 def _start_virtual_gpu(configuration: Configuration, directory: Path) -> bool:
-    """Starts the virtual GPUs of a configuration. If that is not possible, writes a result that says why, and returns
-    False.
+    """Starts the virtual GPUs of a configuration.
+
+    If that is not possible, writes a result with the reason and returns False.
     """
     assert configuration.virtual_gpu is not None
     try:
-        virtual_gpu.load_no_weights()  # whose values nobody would read
+        virtual_gpu.load_no_weights()  # nobody would read their values
         virtual_gpu.start(configuration.virtual_gpu, memory=configuration.virtual_memory, count=configuration.nproc)
         return True
     except MemprofError as error:

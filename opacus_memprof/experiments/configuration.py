@@ -24,32 +24,35 @@ _OPTIONAL_COUNTS = ("max_physical_batch_size", "lora_rank", *SIZES)
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration of one training run. Raises MemprofError for values that cannot be trained.
+    """The configuration of one training run.
 
     Attributes:
-        model: the name of a built-in configuration with random weights (`opacus_memprof.experiments.models.BUILT_IN`),
-            or, where `pretrained`, an id on the Hugging Face hub or a local path.
+        model: the name of a built-in configuration with random weights (`opacus_memprof.experiments.models.BUILT_IN`)
+            or, if `pretrained`, an id on the Hugging Face hub or a local path.
         pretrained: whether `model` is such an id or path.
-        task: "language_model" (next token) or "classification" (of sequences, three classes as SNLI has).
+        task: "language_model" (next token) or "classification" (of sequences, with three classes as in SNLI).
         mode: "vanilla" trains without privacy; the others are grad-sample modes.
         seq_length: tokens per sample.
         batch_size: samples per optimizer step (logical batch).
         max_physical_batch_size: samples per forward pass; None for the whole batch.
-        lora_rank: None trains all parameters.
-        dtype: of the weights. LoRA's adapters are what peft makes them, fp32.
-        num_steps: the optimizer's steps that are measured, after `warmup_steps` more.
+        lora_rank: rank of LoRA's adapters; None trains all parameters.
+        dtype: dtype of the weights. Adapters have the dtype that peft gives them, fp32.
+        num_steps: the number of measured optimizer steps, after `warmup_steps` more.
         learning_rate: learning rate of Adam.
         sigma: the noise multiplier.
         max_grad_norm: the clipping bound.
-        seed: of weights and data.
-        device: "auto" is CUDA if there is a GPU, else the CPU.
-        nproc: processes, each with a GPU and batches of its own, over which FSDP2 shards the model. More than one for
-            "vanilla" and "ghost" alone.
-        checkpointing: blocks keep only their inputs, and recompute their activations in backward. Not for "ew".
-        virtual_gpu: the kind of virtual GPU to run on, which computes nothing: times are not measured then.
-        virtual_memory: its bytes; None for the kind's.
-        dataset: instead of SNLI: a file of texts, or a function that makes a dataset; see data.py.
+        seed: seed of weights and data.
+        device: "auto" is CUDA if there is a GPU, otherwise the CPU.
+        nproc: processes, each with a GPU and separate batches, over which FSDP2 shards the model. More than one only
+            for "vanilla" and "ghost".
+        checkpointing: whether blocks keep only their inputs, and recompute their activations in backward. Not for "ew".
+        virtual_gpu: the kind of virtual GPU to run on, which computes nothing; times are then not measured.
+        virtual_memory: its bytes; None for the default of its kind.
+        dataset: used instead of SNLI: a file of texts, or a function that makes a dataset; see data.py.
         vocab_size, hidden_dim, num_layers, num_heads: override the sizes of a built-in configuration.
+
+    Raises:
+        MemprofError: a value cannot be trained.
     """
 
     model: str = "tiny"
@@ -96,7 +99,7 @@ class Configuration:
             choose_gpu(self.virtual_gpu, self.virtual_memory, self.nproc)
             if self.device == "cpu":
                 raise MemprofError(
-                    f'a virtual GPU is no CPU: leave the device "cpu" out, or virtual_gpu {self.virtual_gpu}'
+                    f'a virtual GPU is not a CPU: leave the device "cpu" out, or virtual_gpu {self.virtual_gpu}'
                 )
         elif self.virtual_memory is not None:
             raise MemprofError("virtual_memory is that of a virtual GPU: add its kind")
@@ -107,14 +110,14 @@ class Configuration:
             )
         if self.nproc > 1 and self.mode not in _SHARDED:
             raise MemprofError(
-                f'"{self.mode}" trains in one process, for Opacus shards a model with ghost clipping alone: use '
+                f'"{self.mode}" trains in one process, because Opacus shards a model with ghost clipping only: use '
                 f"{' or '.join(_SHARDED)}, or nproc 1"
             )
         if self.checkpointing and (self.mode == "ew" or self.nproc > 1):
             why = (
                 "Opacus' expanded weights cannot follow it" if self.mode == "ew" else "it is tried in one process alone"
             )
-            raise MemprofError(f"checkpointing does not go with this, for {why}: leave it out, or use another mode")
+            raise MemprofError(f"checkpointing is not possible here, because {why}: leave it out, or use another mode")
         if not self.model:
             raise MemprofError("the model has no name: give one")
         if self.pretrained and (overridden := [name for name in SIZES if getattr(self, name) is not None]):
@@ -125,7 +128,7 @@ class Configuration:
 
     @property
     def physical_batch_size(self) -> int:
-        """The most samples that go through the model at once."""
+        """The maximum number of samples that go through the model at once."""
         return self.max_physical_batch_size or self.batch_size
 
     @property
@@ -134,15 +137,15 @@ class Configuration:
         return "ghost_fsdp" if self.nproc > 1 and self.mode == "ghost" else self.mode
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, for a JSON file. `from_json` is the inverse."""
+        """Returns the fields by name, for a JSON file. `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Configuration":
-        """The configuration with these fields; missing ones have their defaults.
+        """Returns the configuration with these fields; missing fields have their defaults.
 
         Raises:
-            MemprofError: a field that is unknown, or a value that cannot be trained.
+            MemprofError: a field is unknown, or a value cannot be trained.
         """
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in values if name not in known]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads training data: the user's own; or SNLI, if the model has a tokenizer and the hub can be reached; else random
-tokens.
+"""Loads training data: the user's own, SNLI, or random tokens.
+
+SNLI is used if the model has a tokenizer and the hub can be reached.
 """
 
 import csv
@@ -30,10 +31,10 @@ class TrainingData:
     """A data set in batches.
 
     Attributes:
-        loader: of (input_ids [batch, tokens], targets); targets are the next tokens [batch, tokens], or classes
+        loader: yields (input_ids [batch, tokens], targets); targets are the next tokens [batch, tokens], or classes
             [batch].
         source: "snli", "own" or "synthetic".
-        reason: a sentence on why it is this source.
+        reason: a sentence with the reason for this source.
     """
 
     loader: "DataLoader[Any]"
@@ -45,7 +46,7 @@ def load_data(configuration: Configuration, vocabulary: int, padding: int | None
     """Loads as many samples as the run needs, repeating them if there are too few.
 
     Args:
-        configuration: of the run.
+        configuration: the configuration of the run.
         vocabulary: the number of tokens in the model's vocabulary.
         padding: the padding token; None if the model has no tokenizer.
 
@@ -62,7 +63,7 @@ def load_data(configuration: Configuration, vocabulary: int, padding: int | None
         try:
             dataset = _load_snli(configuration, samples, padding)
             source, reason = "snli", f"the train split of {SNLI}"
-        except Exception as error:  # the hub's client, its network and its file formats raise anything
+        except Exception as error:  # the hub's client, its network and its file formats may raise anything
             reason = f"random tokens: SNLI cannot be loaded ({short_message(error)})"
     if dataset is None:
         dataset = _random_tokens(configuration, samples, vocabulary)
@@ -92,7 +93,7 @@ def _load_snli(configuration: Configuration, samples: int, padding: int) -> Tens
 def _tokenize(
     configuration: Configuration, rows: Sequence[Mapping[str, Any]], samples: int, padding: int
 ) -> TensorDataset:
-    """The data set of texts (`text`, or `premise` and `hypothesis`) as tokens, padded or cut to seq_length."""
+    """Returns the data set of texts (`text`, or `premise` and `hypothesis`) as tokens, padded or cut to seq_length."""
     tokenizer = _tokenizer(configuration)
     rows = [rows[index % len(rows)] for index in range(samples)]
     length = configuration.seq_length + 1
@@ -112,9 +113,13 @@ def _tokenizer(configuration: Configuration) -> Any:
 
 
 def _load_own(configuration: Configuration, name: str, samples: int, vocabulary: int, padding: int | None) -> Any:
-    """The user's data set, from a file of texts, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. The function is called with
-    the configuration and the tokenizer (None without one), and returns a torch data set or a list of (input_ids
-    [tokens], target). Raises MemprofError.
+    """Loads the user's data set, from a file of texts, `MODULE:FUNCTION` or `FILE.py:FUNCTION`.
+
+    The function is called with the configuration and the tokenizer (None without one). It returns a torch data set or a
+    list of (input_ids [tokens], target).
+
+    Raises:
+        MemprofError: it cannot be loaded, or its samples do not fit the model.
     """
     if Path(name).suffix in (".jsonl", ".csv"):
         if padding is None:
@@ -128,7 +133,9 @@ def _load_own(configuration: Configuration, name: str, samples: int, vocabulary:
         count = len(dataset)
         tokens, target = (torch.as_tensor(part) for part in dataset[0])
     except (TypeError, ValueError, LookupError) as error:
-        raise MemprofError(f"{name} returned no list of samples (input_ids, target): {short_message(error)}") from error
+        raise MemprofError(
+            f"{name} did not return a list of samples (input_ids, target): {short_message(error)}"
+        ) from error
     shapes = {"classification": (), "language_model": (configuration.seq_length,)}
     targets = CLASSES if configuration.task == "classification" else vocabulary
     for field, part, shape, limit in (
@@ -144,7 +151,7 @@ def _load_own(configuration: Configuration, name: str, samples: int, vocabulary:
 
 
 def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, or of CSV with a header. Raises MemprofError if it cannot be used."""
+    """Returns the rows of a file of JSON lines, or of CSV with a header. Raises MemprofError if it is not usable."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file)) if path.suffix == ".csv" else [json.loads(line) for line in file]

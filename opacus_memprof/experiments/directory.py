@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory of a grid's results. Its manifest prevents mixing them with others.
 
-manifest.json   the command, what all configurations share, and their names
-and of each run, as the preset has it: its result, and a directory with configuration.json, log.txt, profile/
+manifest.json   the command, the common settings of all configurations, and their names
+
+The preset names the other files of each run: its result, and a directory with configuration.json, log.txt, profile/.
 """
 
 import contextlib
@@ -31,20 +32,20 @@ class ResultsDirectory:
     """The directory of the results of `cells`, locked for the length of a `with` block.
 
     Args:
-        path: made where it is not there.
-        preset: of the command that has written it or will. Where its directories grow, other cells may be there
-            already, and stay; otherwise the directory is of these cells alone.
-        cells: what is to be run; they share all but what their kind varies.
-        resume: results that are there are kept, and not run again. Without it they are run again where the directory
-            grows, and refused where it does not.
+        path: the directory; made if it does not exist.
+        preset: the preset of the command that writes it. If its directories grow, other cells may be there already, and
+            stay; otherwise the directory has these cells only.
+        cells: the cells to run; they share all settings that their class does not vary.
+        resume: whether existing results are kept, and not run again. Without it they are run again if the directory
+            grows, and refused otherwise.
 
     Attributes:
-        path: absolute.
-        names: of all cells that the directory is of, in the order in which they were asked for.
+        path: the absolute path.
+        names: names of all cells of the directory, in the order in which they were requested.
 
     Raises:
-        MemprofError: on entering, when the directory holds anything else, another process writes to it, or it cannot be
-            written. What is there has not been changed then.
+        MemprofError: raised on entering. The directory holds other files, another process writes to it, or it cannot be
+            written. It has not been changed then.
     """
 
     def __init__(self, path: Path, preset: Preset, cells: Sequence[Cell], *, resume: bool = False) -> None:
@@ -72,7 +73,7 @@ class ResultsDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         refused = kind is not None and issubclass(kind, MemprofError)
-        if refused and self._new and not self.any_done():  # then the next call may have other settings
+        if refused and self._new and not self.any_done():  # so that the next call may have other settings
             for name in self.names:
                 shutil.rmtree(self.run_directory(name), ignore_errors=True)
                 self._result(name).unlink(missing_ok=True)
@@ -81,7 +82,7 @@ class ResultsDirectory:
         if refused:
             for folder in (self.path / "runs", self.path):
                 with contextlib.suppress(OSError):
-                    folder.rmdir()  # where it is empty
+                    folder.rmdir()  # if it is empty
 
     def run_directory(self, name: str) -> Path:
         return self.path / self._preset.run.format(name)
@@ -90,7 +91,7 @@ class ResultsDirectory:
         return self.path / self._preset.result.format(name)
 
     def pending(self) -> list[Cell]:
-        """The cells that have no result to keep. Runs that failed or were killed are run again."""
+        """Returns the cells without a result to keep. Runs that failed or were killed are run again."""
         return [cell for cell in self._cells if not (self._resume and self._is_done(cell.name))]
 
     def add(self, cell: Cell, result: ExperimentResult) -> Row:
@@ -101,11 +102,11 @@ class ResultsDirectory:
         return row
 
     def rows(self) -> list[Row]:
-        """The rows of all existing results, in the order of `names`, vanilla first."""
+        """Returns the rows of all existing results, in the order of `names`, vanilla first."""
         return sort_by_mode([row for name in self.names if (row := self._row(name)) is not None])
 
     def any_done(self) -> bool:
-        """Whether any cell has finished or run out of memory."""
+        """Returns whether any cell has finished or run out of memory."""
         return any(self._is_done(name) for name in self.names)
 
     def _row(self, name: str) -> Row | None:
@@ -133,7 +134,7 @@ class ResultsDirectory:
             )
         if not manifest.keys() >= {"format", "command", "shared", "names"}:
             raise MemprofError(
-                f"{self.path} holds files that are no results, which stay as they are: choose another --results-dir"
+                f"{self.path} holds files that are not results, and was not changed: choose another --results-dir"
             )
         if manifest["command"] != self._preset.command:
             raise MemprofError(

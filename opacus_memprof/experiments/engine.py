@@ -40,15 +40,19 @@ def run_grid(
     """Runs cells, and draws all results in their directory. Returns the rows of the cells.
 
     Args:
-        resume: keep existing results, and run the other cells.
+        preset: where results go, and which tables and pictures are written.
+        cells: the configurations.
+        path: the directory of the results.
+        console: receives the progress.
+        resume: whether to keep existing results, and run the other cells only.
         cluster: parameters of submitit for jobs on SLURM; None runs on this machine.
         pause: seconds between two runs on the same GPU.
-        token: of the Hugging Face hub.
+        token: token of the Hugging Face hub.
         on_line: called with each line on a run's progress, on this machine.
 
     Raises:
         MemprofError: see ResultsDirectory, choose_device and SubmititExecutor; or the first cell was refused, as all
-            others would be, such as for an unknown model.
+            others would be, for example because the model is unknown.
     """
     require("matplotlib", "pictures", "pictures")  # now, not after hours of training
     gpus: Sequence[int | None] = ()
@@ -56,7 +60,7 @@ def run_grid(
         cells, gpus = choose_device(cells)
     with ResultsDirectory(path, preset, cells, resume=resume) as directory:
         if cluster is None:
-            together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # which has no times
+            together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # no times if virtual
             chosen = gpus if together else gpus[:1]
             launcher: Launcher = LocalLauncher(directory, chosen, token, pause, on_line)
         else:
@@ -73,12 +77,13 @@ def _run_missing(directory: ResultsDirectory, preset: Preset, launcher: Launcher
     cells, refused = directory.pending(), ""
     if kept := len(directory.names) - len(cells):
         console.print(f"{kept} of {len(directory.names)} configurations have a result already", highlight=False)
-    if cells:  # a bar of nothing would wait for its first result
+    if cells:  # an empty bar would wait for its first result
         at_once = f", {launcher.workers} at once" if launcher.workers > 1 else ""
         board = ProgressBoard(console, f"configurations{at_once}", len(cells))
         with board, closing(launcher.run(cells)) as results:
             for cell, result in results:
-                # The others share what is wrong with the first; a later one may meet layers that its mode cannot train.
+                # The other cells share the error of the first. Later cells may have layers that their mode cannot
+                # train.
                 if result.refused and all(row.result.refused for row in directory.rows()):
                     refused = result.error or ""
                     break
@@ -98,7 +103,7 @@ def show_row(board: ProgressBoard, row: Row) -> None:
 
 
 def _tax(result: ExperimentResult, vanilla: Row | None) -> Tax | None:
-    """What privacy costs, as `opacus-memprof tax` has it; None if the two cannot be compared."""
+    """Returns the cost of privacy, as `opacus-memprof tax` computes it; None if the two cannot be compared."""
     if vanilla is None or result.status != "finished" or result.config.mode == "vanilla":
         return None
     if result.peak is None or vanilla.peak is None:

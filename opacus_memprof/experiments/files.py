@@ -14,8 +14,8 @@ from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.files import read_object, write_text
 from opacus_memprof.profiles.json_object import JsonObject, read_json_object
 
-MANIFEST = "manifest.json"  # of a directory of results: what they share
-PROGRESS = "> "  # before a line that a run prints of its progress
+MANIFEST = "manifest.json"  # of a directory of results: the common settings
+PROGRESS = "> "  # begins a line with a run's progress
 
 _REMEDY = "remove it, or run the experiment again"
 
@@ -26,7 +26,7 @@ def write_json(path: Path, content: Mapping[str, Any] | JsonObject) -> None:
 
 
 def json_text(content: Mapping[str, Any] | JsonObject) -> str:
-    """An object as JSON, with one key per line."""
+    """Returns an object as JSON, with one key per line."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, default=to_builtins)}"
         for key, value in content.items()
@@ -35,19 +35,22 @@ def json_text(content: Mapping[str, Any] | JsonObject) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises MemprofError if there is none."""
+    """Returns the JSON object in a file. Raises MemprofError if there is none."""
     return read_object(path, _REMEDY)
 
 
 def read_result(path: Path) -> ExperimentResult:
-    """The result of a run. Raises MemprofError if the file cannot be read or is of a newer format, or names the field
-    that is missing or of another type.
+    """Returns the result of a run.
+
+    Raises:
+        MemprofError: the file cannot be read, has a newer format, lacks a field or has one of another type. The message
+            names the field.
     """
     return read_json_object(path, ExperimentResult, _REMEDY)
 
 
 def read_results(directory: Path) -> dict[str, ExperimentResult]:
-    """The results in a directory, by file name without `.json` and `_result`.
+    """Returns the results in a directory, by file name without `.json` and `_result`.
 
     Raises:
         MemprofError: there is none, or one of another version, or a JSON file that is not a result.

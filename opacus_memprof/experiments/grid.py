@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of an experiment, each with a name that says how it differs from the others. Needs no torch."""
+"""The configurations of an experiment, each with a name that distinguishes it from the others. Needs no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The same for pictures: `S 128 · B 8/1 · r 16` (logical/physical batch)."""
+        """A label for pictures: `S 128 · B 8/1 · r 16` (logical/physical batch)."""
         sizes = self.configuration
         rank = "full" if sizes.lora_rank is None else f"r {sizes.lora_rank}"
         return f"S {sizes.seq_length} · B {sizes.batch_size}/{sizes.physical_batch_size} · {rank}"
@@ -62,12 +62,16 @@ def grid(
     max_physical_batch_sizes: Sequence[int],
     lora_ranks: Sequence[int],
 ) -> tuple[list[Cell], int]:
-    """All combinations of sizes, the smallest first, and the number of those that were left out because their physical
-    batch is larger than the logical one.
+    """Returns all combinations of sizes, the smallest first, and the number of omitted combinations.
+
+    Combinations are omitted if their physical batch is larger than the logical one.
 
     Args:
-        base: what all of them share.
-        lora_ranks: 0 trains all parameters.
+        base: the common settings of all combinations.
+        seq_lengths: tokens per sample.
+        batch_sizes: logical batch sizes.
+        max_physical_batch_sizes: physical batch sizes.
+        lora_ranks: LoRA ranks; 0 trains all parameters.
 
     Raises:
         MemprofError: a list is empty, a value is not a size, or nothing is left.
@@ -96,15 +100,17 @@ def grid(
     ]
     if not cells:
         raise MemprofError(
-            f"nothing is left of the grid: every physical batch ({min(axes[2])} and more) is larger than every logical "
+            f"no combination is possible: every physical batch ({min(axes[2])} and more) is larger than every logical "
             f"one ({max(axes[1])} and less), of which it is a part"
         )
     return cells, len(combinations) - len(cells)
 
 
 def one_at_a_time(base: Configuration) -> list[Cell]:
-    """Nine configurations that show what each size costs: sequences of 128 and batches of 8, and changes of one size:
-    other lengths, other logical batches, LoRA, other physical batches.
+    """Returns nine configurations that show the cost of each size.
+
+    The base has sequences of 128 and batches of 8. The others change one size: other lengths, other logical batches,
+    LoRA, other physical batches.
     """
     middle = replace(base, seq_length=128, batch_size=8, max_physical_batch_size=1, lora_rank=None)
     return [
@@ -117,11 +123,12 @@ def one_at_a_time(base: Configuration) -> list[Cell]:
 
 
 def methods(base: Configuration, modes: Sequence[str]) -> list[Cell]:
-    """A configuration for each of `modes` (default: all that `base` allows), vanilla first, for the others to compare
-    with.
+    """Returns a configuration for each of `modes` (default: all that `base` allows).
+
+    Vanilla comes first, because the others are compared with it.
 
     Raises:
-        MemprofError: there is no such mode.
+        MemprofError: a mode is unknown.
     """
     allowed = [mode for mode in MODES if not (base.checkpointing and mode == "ew")]
     chosen = {replace(base, mode=mode.replace("-", "_")) for mode in modes or allowed}  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers, which run cells and yield their results: on this machine, or as calls of an executor, such as jobs of a
-cluster.
+"""Launchers, which run cells and yield their results.
+
+They run on this machine, or as calls of an executor, such as jobs of a cluster.
 """
 
 import contextlib
@@ -29,8 +30,9 @@ Results = Generator[tuple[Cell, ExperimentResult], None, None]
 
 
 class Launcher(Protocol):
-    """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended. Closing the
-    generator ends the cells that still run.
+    """Runs cells, `workers` of them at once. `run` yields each cell with its result when it has ended.
+
+    Closing the generator ends the cells that still run.
     """
 
     workers: int
@@ -42,9 +44,9 @@ class LocalLauncher:
     """A launcher that runs cells on this machine: one at a time on each GPU, or a single one on the CPU.
 
     Args:
-        directory: for the results.
+        directory: the directory for the results.
         gpus: the numbers of the GPUs to use, as this process sees them; empty for the CPU.
-        token: of the Hugging Face hub.
+        token: token of the Hugging Face hub.
         pause: seconds between two cells on a GPU.
         on_line: see `process.run`.
     """
@@ -88,9 +90,9 @@ class ExecutorLauncher:
     """A launcher that runs each cell as a call of an executor.
 
     Args:
-        directory: for the results, on a disk that the executor's processes see.
-        executor: any; its calls run in other processes.
-        workers: how many of its calls run at once.
+        directory: the directory for the results, on a disk that the executor's processes see.
+        executor: an executor whose calls run in other processes.
+        workers: the number of its concurrent calls.
         batch: makes a context manager within which all cells are submitted.
     """
 
@@ -106,7 +108,7 @@ class ExecutorLauncher:
 
     def run(self, cells: Sequence[Cell]) -> Results:
         """Submits all cells. Raises MemprofError if they cannot be submitted."""
-        for cell in cells:  # an earlier result, which would be taken for that of a job that dies before it begins
+        for cell in cells:  # an earlier result, which would be mistaken for that of a job that dies before it begins
             with contextlib.suppress(FileNotFoundError):
                 (self._directory.run_directory(cell.name) / process.RESULT).unlink()
         pending = PendingJobs[Cell, None]()
@@ -133,7 +135,7 @@ class ExecutorLauncher:
 
 
 def train(configuration: Mapping[str, Any], directory: str) -> None:
-    """Runs a job: trains in a process of its own, which writes result.json in `directory`."""
+    """Runs a job: trains in a separate process, which writes result.json in `directory`."""
     process.run(Configuration.from_json(configuration), directory)
 
 
@@ -143,10 +145,10 @@ def cluster_launcher(
     """Makes a launcher that submits each cell as a job. submitit's own files go to `jobs` in the directory.
 
     Args:
-        directory: for the results.
+        directory: the directory for the results.
         cluster: see SubmititExecutor.
         options: see SubmititExecutor.
-        token: of the Hugging Face hub. Jobs inherit it in their environment; it is written to no file.
+        token: token of the Hugging Face hub. Jobs inherit it in their environment; it is not written to any file.
 
     Raises:
         MemprofError: see SubmititExecutor.
@@ -158,11 +160,12 @@ def cluster_launcher(
 
 
 def choose_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | None]]:
-    """The cells with "auto" replaced by a device, and the numbers of the GPUs to run them on; for virtual GPUs, a None
-    for each cell that this machine can run at a time.
+    """Returns the cells with "auto" replaced by a device, and the numbers of the GPUs to use.
+
+    For virtual GPUs, the numbers are None, one for each cell that this machine can run at a time.
 
     Raises:
-        MemprofError: a GPU is asked for and there is none.
+        MemprofError: a GPU is requested and there is none.
     """
     device_name, processes = cells[0].configuration.device, cells[0].configuration.nproc
     if device_name == "cpu":
@@ -173,7 +176,7 @@ def choose_device(cells: Sequence[Cell]) -> tuple[list[Cell], Sequence[int | Non
 
     from opacus_memprof.recording.allocators import resolve_device
 
-    if processes > 1:  # one cell at a time, which sees all GPUs
+    if processes > 1:  # one cell at a time, which uses all GPUs
         if device_name == "cuda" and processes > torch.cuda.device_count():
             raise MemprofError(f"--nproc is {processes} and there are {torch.cuda.device_count()} GPUs: lower it")
         return list(cells), []

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up categories into a few types of memory: parameters, optimizer, gradients …"""
+"""Groups categories into a few types of memory, such as parameters, optimizer and gradients."""
 
 from opacus_memprof.profiles.profile import Peak, Sizes
 
 OTHER = "other"
 
-# `privacy` is what only Opacus needs.
+# `privacy` has the categories that only Opacus needs.
 MEMORY_TYPES = {
     "parameters": ("model_parameters", "buffers", "unsharded_parameters"),
     "optimizer": ("optimizer_states",),

@@ -23,15 +23,15 @@ class Logits(nn.Module):
     """A model of transformers that takes token ids [batch, tokens] and returns its logits.
 
     Args:
-        model: from transformers, perhaps with peft's adapters.
-        padding: the token that is not attended to; None where no sample is padded.
+        model: a model of transformers, perhaps with peft's adapters.
+        padding: the token that attention ignores; None if no sample is padded.
     """
 
     def __init__(self, model: nn.Module, padding: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.padding = padding
-        # The forward of a model with adapters takes any argument: ask the one inside.
+        # The forward of a model with adapters accepts any argument: ask the inner model.
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         self._positions = "position_ids" in inspect.signature(inner.forward).parameters
         self._cache = "use_cache" in inspect.signature(inner.forward).parameters
@@ -41,16 +41,16 @@ class Logits(nn.Module):
         if self.padding is not None:
             extra["attention_mask"] = input_ids.ne(self.padding)
         if self._positions:
-            # One row for each sample: a row broadcast over the batch has no per-sample gradients.
+            # One row for each sample, because a row broadcast over the batch has no per-sample gradients.
             extra["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1)
         logits: torch.Tensor = self.model(input_ids=input_ids, **extra).logits
         return logits
 
 
 def build_model(configuration: Configuration, device: torch.device) -> nn.Module:
-    """Builds the model in training mode on the device, from token ids [batch, tokens] to logits [batch, tokens,
-    vocabulary], or [batch, classes] in classification.
+    """Builds the model in training mode on the device.
 
+    It maps token ids [batch, tokens] to logits [batch, tokens, vocabulary], or [batch, classes] in classification.
     Layers that Opacus cannot train are replaced by equivalent ones: Conv1D of GPT-2 by Linear, and a head that is tied
     to trained embeddings by a copy.
 
@@ -79,7 +79,7 @@ def build_model(configuration: Configuration, device: torch.device) -> nn.Module
             "make it at most as long"
         )
     if configuration.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": True})  # Opacus follows this kind alone
+        model.gradient_checkpointing_enable({"use_reentrant": True})  # Opacus supports this kind only
     if configuration.lora_rank is None:
         _untie_head(model)
     else:
@@ -89,13 +89,13 @@ def build_model(configuration: Configuration, device: torch.device) -> nn.Module
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of tokens in the model's vocabulary."""
+    """Returns the number of tokens in the model's vocabulary."""
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     return sizes[0]
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """The numbers of all parameters and of those that are trained. Shared parameters count once."""
+    """Returns the numbers of all parameters and of trained ones. Shared parameters count once."""
     return {
         "total": sum(parameter.numel() for parameter in model.parameters()),
         "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -132,7 +132,7 @@ def _build_random(configuration: Configuration, device: torch.device) -> Any:
 
 def _load_pretrained(configuration: Configuration) -> Any:
     extra: dict[str, Any] = {}
-    if configuration.task == "classification":  # a head of other classes that the model may have is replaced
+    if configuration.task == "classification":  # replaces a head for other classes that the model may have
         extra = {"num_labels": CLASSES, "ignore_mismatched_sizes": True}
     remedy = (
         f"pass the path of a local copy (--model-name PATH), or use random weights in a built-in shape (--config "
@@ -143,7 +143,7 @@ def _load_pretrained(configuration: Configuration) -> Any:
 
 
 def _padding_token(config: Any) -> int:
-    """The padding token of a model; without one, the token that ends a text."""
+    """Returns the padding token of a model or, without one, the token that ends a text."""
     for token in (getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)):
         if token is not None:
             return int(token[0] if isinstance(token, list) else token)
@@ -161,7 +161,7 @@ def _add_adapters(model: nn.Module, configuration: Configuration, **options: Any
 
 @contextmanager
 def _default_placement(configuration: Configuration, device: torch.device) -> Iterator[None]:
-    """Creates weights on the device and in the dtype of the configuration, so that no copy is needed."""
+    """Creates weights on the device and in the dtype of the configuration inside the context, without copies."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[configuration.dtype])
     try:
@@ -172,7 +172,7 @@ def _default_placement(configuration: Configuration, device: torch.device) -> It
 
 
 def replace_conv1d(model: nn.Module) -> None:
-    """Replaces every Conv1D of transformers by a Linear with the transposed weight, which Opacus' modes know."""
+    """Replaces every Conv1D of transformers by a Linear with the transposed weight, which Opacus' modes support."""
     from transformers.pytorch_utils import Conv1D
 
     for module in list(model.modules()):
@@ -186,8 +186,9 @@ def replace_conv1d(model: nn.Module) -> None:
 
 
 def _untie_head(model: Any) -> None:
-    """Replaces a head that shares the weight of the input embedding by a copy: the norm of the sum of both gradients is
-    not the sum of their norms.
+    """Replaces a head that shares the weight of the input embedding by a copy.
+
+    The norm of the sum of both gradients is not the sum of their norms.
     """
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is not None and outputs.weight is inputs.weight:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets, one for each command that runs a grid: where results go, and which tables and pictures are written."""
+"""Presets, one for each command that runs a grid: the places of results, and which tables and pictures are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from opacus_memprof.profiles.files import write_text
 
 @dataclass(frozen=True)
 class Preset:
-    """What a command makes of a grid of configurations.
+    """The outputs of a command for a grid of configurations.
 
     Attributes:
-        command: its name, which the directory keeps.
-        cell: the class of its cells, which says in what its configurations differ.
-        grows: whether a directory takes further configurations, and results of the same ones are replaced.
-        side_by_side: whether several GPUs work at once. Not where times are compared.
-        result, run: a run's result, and the directory of everything else of it, from its name.
+        command: its name, which the directory stores.
+        cell: the class of its cells, which defines the settings that vary.
+        grows: whether a directory accepts further configurations, and replaces results of the same ones.
+        side_by_side: whether several GPUs work at once; False if times are compared.
+        result, run: a run's result file, and the directory of its other files, from its name.
         outputs: the directory of tables and pictures.
         tables, figures: files there; keys of tables.TABLES and of figures.FIGURES.
     """

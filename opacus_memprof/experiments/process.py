@@ -36,12 +36,13 @@ def run(
     is a sentence. docs/experiments.md describes the keys.
 
     Args:
-        directory: of this run alone: configuration.json, result.json, log.txt (what the process printed) and profile/
-            go there. What an earlier run has left there is replaced.
-        token: of the Hugging Face hub (HF_TOKEN without it). It reaches the process through its environment only,
-            and no file.
-        gpu: the number of the only GPU that the process sees, of those that this process sees; None: all.
-        on_line: called with each line on the run's progress; everything else that the process prints is in the log.
+        configuration: the configuration.
+        directory: a directory for this run only: configuration.json, result.json, log.txt (the output of the process)
+            and profile/. Files of an earlier run are replaced.
+        token: token of the Hugging Face hub (default: HF_TOKEN). It reaches the process through its environment only,
+            and is not written to any file.
+        gpu: the only GPU that the process sees, as its number in this process; None: all.
+        on_line: called with each line on the run's progress; all other output of the process is in the log.
         processes: starts the process, so that another thread can kill it.
 
     Raises:
@@ -78,12 +79,18 @@ def run(
 
 
 def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **options: Any) -> ExperimentResult:
-    """As `run` with the same options, with the result in the file `output` (NAME.json), and the rest in the directory
-    NAME.run beside it.
+    """Does what `run` does, with the result in the file `output` (NAME.json).
+
+    Other files go to the directory NAME.run next to it.
+
+    Args:
+        output: the file of the result.
+        configuration: the configuration.
+        options: the other arguments of `run`.
 
     Raises:
-        MemprofError: no JSON file can be written there, or the training was refused, for what the sentence says; a file
-            that was there before then stays.
+        MemprofError: no JSON file can be written there, or the training was refused. The message has the reason. A file
+            that was there before stays.
     """
     path = Path(output).absolute()
     if path.suffix != ".json" or path.is_dir():
@@ -97,7 +104,7 @@ def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **
 
 
 def move_result(result: ExperimentResult, directory: Path, output: Path) -> None:
-    """Moves the result of `run` from `directory` to the file `output` beside it, with the paths that are in it."""
+    """Moves the result of `run` from `directory` to the file `output` next to it, with the paths inside it."""
     if result.profile:
         result.profile = f"{directory.name}/{result.profile}"
     if result.oom_report:
@@ -107,8 +114,9 @@ def move_result(result: ExperimentResult, directory: Path, output: Path) -> None
 
 
 def _clear_profile(path: Path) -> None:
-    """Removes an earlier profile, which would be taken for this run's. Raises MemprofError for other files, before
-    anything is removed.
+    """Removes an earlier profile, which would be mistaken for this run's.
+
+    Raises MemprofError for other files, before anything is removed.
     """
     ranks = list(rank_directories(path).values())
     for folder in (path, *ranks):
@@ -139,7 +147,7 @@ def _environment(token: str | None, gpu: int | None) -> dict[str, str]:
 
 
 def _launcher_arguments(nproc: int) -> list[str]:
-    """The arguments of Python that start `nproc` processes."""
+    """Returns the arguments of Python that start `nproc` processes."""
     if nproc == 1:
         return []
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
@@ -153,7 +161,7 @@ def _run_child(
     on_line: Callable[[str], object],
     processes: Processes,
 ) -> tuple[int, str]:
-    """Runs a command. Returns its exit code (negative: the signal that killed it) and the last line that it printed."""
+    """Runs a command. Returns its exit code (negative: the signal that killed it) and the last line of its output."""
     secret = token or environment.get("HF_TOKEN")
     last_line = ""
     with open(path / LOG, "w", encoding="utf-8") as log, processes.lines(command, environment) as child:
@@ -165,7 +173,7 @@ def _run_child(
             log.write(line + "\n")
             log.flush()
             message = line.removeprefix(PROGRESS)
-            if message and not message.startswith(" "):  # indented are the details of the one before
+            if message and not message.startswith(" "):  # indented lines are details of the previous one
                 last_line = message
             if line.startswith(PROGRESS):
                 on_line(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of a run in several processes. Needs nothing that has to be compiled."""
+"""The process group of a run in several processes. Needs no compiled extension."""
 
 import os
 import time
@@ -13,7 +13,11 @@ _GLOO_EXIT_SECONDS = 0.2
 
 
 def join_group(device: str) -> torch.device:
-    """Joins the process group, and returns the device of this process. Raises the errors of torch.distributed."""
+    """Joins the process group, and returns the device of this process. Raises the errors of torch.distributed.
+
+    Raises:
+        MemprofError: there are fewer GPUs than processes.
+    """
     if device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -33,5 +37,5 @@ def leave_group() -> None:
     dist.destroy_process_group()
     if backend == "gloo":
         # gloo's threads, which DTensor's caches keep running, free a collective's tensors some time after its result is
-        # there. A thread that still waits for the GIL to do so when Python ends aborts the process.
+        # ready. If Python ends while such a thread waits for the GIL, the process aborts.
         time.sleep(_GLOO_EXIT_SECONDS)

@@ -14,13 +14,17 @@ from opacus_memprof.profiles.files import read_object
 
 
 def peaks_between(directory: Path, device: str, ends: Sequence[int]) -> list[int]:
-    """The highest live bytes of a device in each interval of events: (start, ends[0]], (ends[0], ends[1]] … 0 in an
-    interval without events of the device. Raises MemprofError if the events cannot be read.
+    """Returns the highest live bytes of a device in each interval of events.
+
+    The intervals are (start, ends[0]], (ends[0], ends[1]] and so on. An interval without events of the device has 0.
 
     Args:
-        directory: of the profile.
-        device: as in "cuda:0".
+        directory: the directory of the profile.
+        device: the device, such as "cuda:0".
         ends: numbers of events, ascending.
+
+    Raises:
+        MemprofError: the events cannot be read.
     """
     id = 0 if device == "cpu" else 1 + int(device.partition(":")[2])
     highest, live = [0] * len(ends), 0
@@ -40,7 +44,7 @@ def peaks_between(directory: Path, device: str, ends: Sequence[int]) -> list[int
 
 
 def best_suggestion(directory: Path) -> BestSuggestion | None:
-    """The first suggestion of the latest failure's report, which fits if any does; None without a suggestion."""
+    """Returns the first suggestion of the latest failure's report, which fits if any does; None if there is none."""
     try:
         suggestions = read_object(directory / OOM_REPORTS[1])["suggestions"]
     except MemprofError:

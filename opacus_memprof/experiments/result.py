@@ -39,7 +39,7 @@ _TIMELINE_ROWS = 500
 
 @dataclass
 class ProgressLog:
-    """The progress of a run: printed as it happens, and kept for its result."""
+    """The progress of a run, which is printed as it happens, and kept for its result."""
 
     stage: str = "starting"
     steps_completed: int = 0  # of the optimizer, including warm-up
@@ -74,15 +74,15 @@ def build_result(
     error: BaseException | None,
     own_directory: Path,
 ) -> ExperimentResult:
-    """The result of a run.
+    """Returns the result of a run.
 
     Args:
-        configuration: of the run.
-        progress: of the run.
-        profile: of this process; None without one.
-        profile_directory: of the run, which contains one directory per rank if there are several.
-        error: what ended the run, or None.
-        own_directory: of this process' profile.
+        configuration: the configuration of the run.
+        progress: the progress of the run.
+        profile: the profile of this process; None without one.
+        profile_directory: the profile directory of the run, which contains one directory per rank if there are several.
+        error: the error that ended the run, or None.
+        own_directory: the directory of this process' profile.
     """
     report = own_directory.absolute() / OOM_REPORTS[0]
     allocator_peak = _allocator_peak()
@@ -115,14 +115,15 @@ def build_result(
 def result_from_events(
     configuration: Configuration, profile_directory: Path, exit_code: int, last_line: str
 ) -> ExperimentResult:
-    """The result of a process that has left none, from the events that it has written; of several processes, those of
-    the first.
+    """Returns the result of a process that has left none, from the events that it has written.
+
+    For several processes, these are the events of the first.
 
     Args:
-        configuration: of the run.
-        profile_directory: of the run.
-        exit_code: as subprocess has it: negative for the signal that killed it.
-        last_line: the last line that it printed.
+        configuration: the configuration of the run.
+        profile_directory: the profile directory of the run.
+        exit_code: subprocess' exit code: negative for the signal that killed it.
+        last_line: the last line of its output.
     """
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     own = profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory
@@ -141,7 +142,7 @@ def result_from_events(
 
 
 def _memory(profile: Profile | None, allocator_peak: AllocatorPeak | None, directory: Path) -> dict[str, Any]:
-    """The fields of a result that come from its profile."""
+    """Returns the fields of a result that come from its profile."""
     device = _main_device(profile)
     if profile is None or device is None:
         empty: dict[str, Any] = dict.fromkeys(("peak_memory_mb", "breakdown", "peak"))
@@ -171,17 +172,17 @@ def _memory(profile: Profile | None, allocator_peak: AllocatorPeak | None, direc
 
 
 def _main_device(profile: Profile | None) -> Device | None:
-    """The first GPU of a profile; without one, the CPU."""
+    """Returns the first GPU of a profile; without one, the CPU."""
     devices = profile.devices if profile else {}
     return next((devices[name] for name in sorted(devices, key=lambda name: (name == "cpu", name))), None)
 
 
 def _stage_snapshots(snapshots: Sequence[DeviceSnapshot], device: str, directory: Path) -> list[StageSnapshot]:
-    """The snapshots with the highest bytes since the snapshot before; None if events are missing."""
+    """Returns the snapshots with the highest bytes since the previous snapshot; None if events are missing."""
     events = [snapshot.event for snapshot in snapshots if snapshot.event is not None]
     sizes = [snapshot.requested_bytes for snapshot in snapshots]
     peaks: list[int | None] = [None] * len(snapshots)
-    if len(events) == len(snapshots):  # else the event file was full
+    if len(events) == len(snapshots):  # otherwise the event file was full
         try:
             highest = peaks_between(directory, device, events)
             peaks = [max(bytes) for bytes in zip(highest, [0, *sizes], sizes, strict=False)]
@@ -204,7 +205,7 @@ def _in_mb(size: int | None) -> float | None:
 
 
 def _short_timeline(timeline: Timeline) -> RunTimeline:
-    """The timeline with about _TIMELINE_ROWS rows, without categories that never have a byte."""
+    """Returns the timeline with about _TIMELINE_ROWS rows, without categories that never have a byte."""
     used = {name: sizes for name, sizes in timeline.categories.items() if any(sizes)}
     rows = max(1, -(-len(timeline.bytes) // _TIMELINE_ROWS))
     return RunTimeline(**replace(timeline, categories=used).thinned(rows))
@@ -236,7 +237,7 @@ def _device_name(configuration: Configuration) -> str:
 
 
 def _allocator_peak() -> AllocatorPeak | None:
-    """The peaks that torch's allocator itself has counted; None on the CPU."""
+    """Returns the peaks that torch's allocator itself has counted; None on the CPU."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return AllocatorPeak(

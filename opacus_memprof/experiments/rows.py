@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of results from which summaries and pictures are made: one row per run."""
+"""The table of results for summaries and pictures: one row per run."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ class Row:
     """The result of one run. Sizes are in bytes.
 
     Attributes:
-        name: unique in its table.
-        label: how it differs from the others, for people.
-        result: as docs/experiments.md describes it.
-        folder: of the result's file, relative to the directory of the results.
+        name: a unique name in its table.
+        label: a label for people that distinguishes it from other runs.
+        result: the result, as in docs/experiments.md.
+        folder: the folder of the result's file, relative to the directory of the results.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        """Whether it has finished: only then time and peak can be compared."""
+        """Whether it has finished: only then can time and peak be compared."""
         return self.result.status == "finished"
 
     @property
@@ -126,18 +126,18 @@ class Row:
         return (Path(self.folder) / report).as_posix() if report else ""
 
     def operation_peak(self, name: str) -> int:
-        """The highest bytes within one of OPERATIONS; 0 if it was not reached."""
+        """Returns the highest bytes within one of OPERATIONS; 0 if it was not reached."""
         phase = self.result.phases.get(name)
         return 0 if phase is None else phase.peak_bytes
 
     def operation(self, name: str) -> Sizes:
-        """The bytes by category at the highest instant within one of OPERATIONS; {} if it was not reached."""
+        """Returns the bytes by category at the highest instant within one of OPERATIONS; {} if it was not reached."""
         phase = self.result.phases.get(name)
         return {} if phase is None else phase.categories
 
     @property
     def failed_allocation(self) -> FailedAllocation | None:
-        """The allocation that ended a run out of memory, the last one that failed; None of any other run."""
+        """The last failed allocation of a run that ran out of memory; None for any other run."""
         failures = self.result.out_of_memory if self.ran_out_of_memory else []
         return failures[-1] if failures else None
 
@@ -148,12 +148,12 @@ class Row:
 
 
 def sort_by_mode(rows: Sequence[Row]) -> list[Row]:
-    """The rows by mode, vanilla first; those of one mode in their order."""
+    """Returns the rows by mode, vanilla first; rows of one mode keep their order."""
     return sorted(rows, key=lambda row: MODES.index(row.mode))
 
 
 def rows_by_mode(results: Mapping[str, ExperimentResult]) -> list[Row]:
-    """The rows of named results by mode. The labels of several results of one mode contain their names."""
+    """Returns the rows of named results by mode. The labels of several results of one mode contain their names."""
     count = Counter(result.config.mode for result in results.values())
     rows = []
     for name, result in sorted(results.items()):
@@ -163,19 +163,20 @@ def rows_by_mode(results: Mapping[str, ExperimentResult]) -> list[Row]:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """The rows of the result files in a directory. Raises MemprofError as files.read_results does."""
+    """Returns the rows of the result files in a directory. Raises MemprofError if they cannot be read."""
     return rows_by_mode(read_results(directory))
 
 
 def find_vanilla(rows: Sequence[Row]) -> Row | None:
-    """The row that others are compared with: the only one without privacy, if it has finished; else None."""
+    """Returns the row for comparisons: the only one without privacy, if it has finished; otherwise None."""
     vanilla = [row for row in rows if row.mode == "vanilla"]
     return vanilla[0] if len(vanilla) == 1 and vanilla[0].finished else None
 
 
 def overhead(row: Row, vanilla: Row) -> Sizes:
-    """The bytes by category that a run takes more than vanilla, each at its own peak, without zeros. As in
-    analysis.tax, captures that autograd holds as well count as activations.
+    """Returns the bytes by category that a run needs more than vanilla, each at its own peak, without zeros.
+
+    As in analysis.tax, captures that autograd also holds count as activations.
     """
     sizes, others = as_without_dp(row.bytes, row.shared_captures), vanilla.bytes
     changes = {category: sizes.get(category, 0) - others.get(category, 0) for category in {**sizes, **others}}

@@ -66,10 +66,10 @@ _SIZE_NAMES: dict[str, tuple[str, str, str, str]] = {  # the families' names of 
 
 
 def shape_of(configuration: Configuration) -> tuple[str, dict[str, Any]]:
-    """The family ("transformer", "gpt2" or "llama") and its sizes, with what the configuration overrides.
+    """Returns the family ("transformer", "gpt2" or "llama") and its sizes, with the overrides of the configuration.
 
-    A Llama of another width keeps the proportion of its MLP, and one of other heads that of its groups, as far as
-    whole numbers go.
+    A Llama of another width keeps the proportion of its MLP, and a Llama with other heads that of its groups, as far as
+    possible with whole numbers.
 
     Raises:
         MemprofError: there is no such built-in configuration, or its heads do not divide its width.

@@ -17,19 +17,21 @@ _STATUS_ORDER = ("out_of_memory", "failed", "killed", "finished")
 
 
 def shard(model: nn.Module) -> Any:
-    """The model with every layer sharded separately, as Opacus requires."""
+    """Returns the model with every layer sharded separately, as Opacus requires."""
     return FSDP2Wrapper(model)
 
 
 def rank_result_file(name: str) -> str:
-    """The name of the file for this process' result: `name` for rank 0, `result_1.json` … for the others."""
+    """Returns the name of the file for this process' result: `name` for rank 0, `result_1.json` … for the others."""
     rank = int(os.environ.get("RANK", "0"))
     return name if rank == 0 else f"{Path(name).stem}_{rank}.json"
 
 
 def merge_results(directory: Path, name: str, profile: Path) -> None:
-    """Merges the results of all ranks into the file `name`: the one with the worst status, with `ranks`, the summary of
-    all ranks (docs/format.md). Writes nothing if no rank has left a result.
+    """Merges the results of all ranks into the file `name`.
+
+    It is the result with the worst status, with `ranks`, the summary of all ranks (docs/format.md). Writes nothing if
+    no rank has left a result.
     """
     results = {path: read_result(path) for path in sorted(directory.glob(f"{Path(name).stem}*.json"))}
     if not results:

@@ -25,7 +25,7 @@ class Batch:
 
 
 def plain_batches(loader: Any, physical: int) -> Iterator[Batch]:
-    """Logical batches, split into physical ones whose gradients accumulate."""
+    """Yields logical batches, split into physical ones whose gradients accumulate."""
     for tokens, targets in loader:
         count = -(-len(tokens) // physical)
         parts = list(zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True))
@@ -34,7 +34,7 @@ def plain_batches(loader: Any, physical: int) -> Iterator[Batch]:
 
 
 def private_batches(loader: Any, configuration: Configuration, optimizer: Any) -> Iterator[Batch]:
-    """Logical batches, split by Opacus' BatchMemoryManager. Its optimizer weighs them, and knows the last one."""
+    """Yields logical batches, split by Opacus' BatchMemoryManager. Its optimizer weights them, and knows the last."""
     physical, count = (
         configuration.physical_batch_size,
         -(-configuration.batch_size // configuration.physical_batch_size),
@@ -45,8 +45,9 @@ def private_batches(loader: Any, configuration: Configuration, optimizer: Any) -
 
 
 class Stopwatch:
-    """Adds up the times between `start` and `stop`. On CUDA it uses events in the stream, so that only `seconds` waits
-    for the device.
+    """Adds up the times between `start` and `stop`.
+
+    On CUDA it uses events in the stream, so that only `seconds` waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +62,7 @@ class Stopwatch:
         self._parts.append((self._started, self._now()))
 
     def seconds(self) -> float:
-        """The sum of the times since the last call, in seconds."""
+        """Returns the sum of the times since the last call, in seconds."""
         parts, self._parts = self._parts, []
         if not self._cuda:
             return float(sum(end - start for start, end in parts))
@@ -91,8 +92,10 @@ class Trainer:
         self._watch = Stopwatch(self.device)
 
     def step(self, batch: Batch, name: str) -> float | None:
-        """Trains on one physical batch. Returns the seconds of the logical step, without those of snapshots, where this
-        was its last batch; else None.
+        """Trains on one physical batch.
+
+        After the last physical batch of a logical step, returns the seconds of that step, without those of snapshots;
+        otherwise returns None.
         """
         snapshot = self.snapshot if batch.last else lambda name: None
         self._watch.start()
@@ -119,6 +122,6 @@ class Trainer:
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Any:
         logits = self.module(tokens)
-        # The criterion of ghost clipping needs to know which tokens make a sample.
+        # The criterion of ghost clipping needs to know which tokens belong to a sample.
         extra = {"shape": logits.shape} if self.mode == "ghost" and logits.dim() == 3 else {}
         return self.criterion(logits.flatten(0, -2), targets.flatten(), **extra)

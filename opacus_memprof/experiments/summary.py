@@ -13,12 +13,12 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.latex import escape
 
 _WIDE, _NARROW = 104, 80
-_MAX_BREAKDOWNS = 6  # of more runs, a terminal shows the breakdown of the largest only
+_MAX_BREAKDOWNS = 6  # with more runs, a terminal shows only the breakdown of the largest
 _TOP_FINDINGS = 3
 
 
 def describe_outcome(row: Row) -> str:
-    """One line on the outcome of a run: its status, peak and time."""
+    """Returns one line on the outcome of a run: its status, peak and time."""
     words = [row.outcome]
     if row.peak:
         words.append(f"peak {format_bytes(row.total_bytes)} in {row.peak.phase}")
@@ -31,12 +31,12 @@ def describe_outcome(row: Row) -> str:
 
 
 def summary_text(rows: Sequence[Row]) -> str:
-    """The content of summary.txt: a line for each run, findings, failures, and the breakdown of each peak."""
+    """Returns the content of summary.txt: a line for each run, findings, failures, and the breakdown of each peak."""
     return _build_text(rows, rows, "")
 
 
 def terminal_summary(rows: Sequence[Row], directory: Path) -> str:
-    """The same for a terminal: with paths relative to the working directory, and with few breakdowns."""
+    """Returns the summary for a terminal: with paths relative to the working directory, and with few breakdowns."""
     shown = rows if len(rows) <= _MAX_BREAKDOWNS else [max(rows, key=lambda row: row.total_bytes)]
     return _build_text(rows, shown, f"{directory}/")
 
@@ -60,7 +60,7 @@ def _overview(rows: Sequence[Row]) -> list[str]:
         if row.finished and row.step_ms:
             times = f"{row.step_ms:>22.2f}{_ratio(row.total_bytes / MB / row.step_ms):>20}"
         else:
-            # A virtual GPU keeps no time.
+            # A virtual GPU measures no time.
             times = f"{'not measured' if row.finished else row.outcome:>22}{'-':>20}"
         lines.append(f"{row.label:<{wide}}{peak:>20}{times}")
     return [*lines, "=" * _WIDE]
@@ -71,7 +71,7 @@ def _ratio(value: float) -> str:
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
-    """The largest finding of each of the first few kinds, and the number of runs that have it."""
+    """Returns the largest finding of each of the first few kinds, and the number of runs that have it."""
     kinds: dict[str, list[tuple[Finding, Row]]] = {}
     for row in rows:
         for finding in row.findings:
@@ -114,7 +114,7 @@ def _components(row: Row) -> list[str]:
 
 
 def _stages(row: Row) -> list[str]:
-    """The stages of set-up, with their peaks and the live bytes at their ends, and the operations of training."""
+    """Returns the stages of set-up, with their peaks and live bytes at their ends, and the operations of training."""
     stages: list[tuple[str, int | None, int | None]] = list(row.set_up)
     stages += [(name, row.operation_peak(name), None) for name in OPERATIONS if row.operation(name)]
     lines = []
@@ -150,7 +150,7 @@ def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
 
 
 def _environment_lines(rows: Sequence[Row]) -> list[str]:
-    """The device, versions and settings of the runs; the JSON files have them run by run."""
+    """Returns the device, versions and settings of the runs; the JSON files have them run by run."""
     lines = []
     for title, values in (
         ("Device", [row.result.environment.device_name for row in rows]),
@@ -172,7 +172,7 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def latex_table(rows: Sequence[Row]) -> str:
-    """A LaTeX table for a paper, which needs the package booktabs."""
+    """Returns a LaTeX table for a paper, which needs the package booktabs."""
     vanilla = find_vanilla(rows)
     lines = []
     for row in rows:

@@ -21,7 +21,7 @@ _LEFT_OUT = ("modules", "module_tree", "ops", "streams", "threads", "largest_blo
 
 
 def results_json(rows: Sequence[Row]) -> str:
-    """All results, without the long parts of their peaks."""
+    """Returns all results, without the long parts of their peaks."""
     entries = [{"name": row.name, **to_builtins(row.result)} for row in rows]
     for entry in entries:
         if entry["peak"] is not None:
@@ -30,7 +30,7 @@ def results_json(rows: Sequence[Row]) -> str:
 
 
 def details_json(rows: Sequence[Row]) -> str:
-    """The details of all results, as `row_details` has them."""
+    """Returns the details of all results; see `row_details`."""
     return _json([row_details(row) for row in rows])
 
 
@@ -39,7 +39,7 @@ def _json(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary_csv(rows: Sequence[Row]) -> str:
-    """A line for each run, with the columns of `row_columns`."""
+    """Returns a line for each run, with the columns of `row_columns`."""
     lines = [row_columns(row) for row in rows]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
@@ -49,12 +49,12 @@ def summary_csv(rows: Sequence[Row]) -> str:
 
 
 def results_lines(rows: Sequence[Row]) -> str:
-    """A line of JSON for each run, with the columns of `row_columns`."""
+    """Returns a line of JSON for each run, with the columns of `row_columns`."""
     return "".join(json.dumps(row_columns(row), ensure_ascii=False) + "\n" for row in rows)
 
 
 def row_columns(row: Row) -> dict[str, Any]:
-    """The columns of a run in the CSV table. Sizes are in MB of 2**20 bytes."""
+    """Returns the columns of a run in the CSV table. Sizes are in MB of 2**20 bytes."""
     result, peak, failed, suggestion = row.result, row.peak, row.failed_allocation, row.result.oom_suggestion
     config, allocator_peak = result.config, result.allocator_peak
     return {
@@ -92,10 +92,10 @@ def row_columns(row: Row) -> dict[str, Any]:
 
 
 def row_details(row: Row) -> dict[str, Any]:
-    """The memory of a run by stage, component, operation and type of memory, in bytes.
+    """Returns the memory of a run by stage, component, operation and type of memory, in bytes.
 
-    `components`, `component_categories` and `memory_types` are of the peak, and each sums up to it. `operations` has
-    the highest instant within each operation, `stages` what was live at the end of each stage and what it has added.
+    `components`, `component_categories` and `memory_types` describe the peak, and each adds up to it. `operations` has
+    the highest instant within each operation. `stages` has the live memory at the end of each stage and its increase.
     """
     peak, phases = row.peak, row.result.phases
     return {
@@ -118,7 +118,7 @@ def row_details(row: Row) -> dict[str, Any]:
 
 
 def _stages(snapshots: Sequence[StageSnapshot]) -> list[dict[str, Any]]:
-    """The live bytes at each snapshot, and the difference to the one before."""
+    """Returns the live bytes at each snapshot, and the difference to the previous one."""
     sizes = [snapshot.requested_bytes for snapshot in snapshots]
     return [
         {"name": snapshot.name, "requested_bytes": size, "added_bytes": size - before}

@@ -23,7 +23,7 @@ from opacus_memprof.session.privacy_engine import PrivacyEngine
 def train(configuration: Configuration, profile_directory: Path) -> ExperimentResult:
     """Trains, with the profile in `profile_directory`, and returns the result (docs/experiments.md).
 
-    A failure is a result too, whose `status` is "out_of_memory" or "failed", and whose `error` is a sentence.
+    A failure is a result too: its `status` is "out_of_memory" or "failed", and its `error` is a sentence.
     """
     progress = ProgressLog()
     error: Exception | None = None
@@ -40,7 +40,7 @@ def train(configuration: Configuration, profile_directory: Path) -> ExperimentRe
             if not isinstance(failure, MemprofError):
                 traceback.print_exc()
         profile = session.close(*outcome(error), one_line(error))
-    except MemprofError as failure:  # the session could not begin, or not be written
+    except MemprofError as failure:  # the session could not begin, or could not be written
         error = error or failure
     return build_result(configuration, progress, profile, profile_directory, error, own)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT from layers that every grad-sample mode knows: learned positions, pre-norm blocks, an untied head."""
+"""A GPT from layers that every grad-sample mode supports: learned positions, pre-norm blocks, an untied head."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between."""
+    """Two layers with a hidden width that is four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,17 +52,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids [batch, tokens] to logits: [batch, tokens, vocabulary], or, with `classes`, [batch, classes] of the
-    last token.
+    """Maps token ids [batch, tokens] to logits [batch, tokens, vocabulary].
+
+    With `classes`, the logits are [batch, classes] of the last token.
 
     Args:
-        vocabulary: tokens that there are.
-        width: of the residual stream; a multiple of `heads`.
-        layers: blocks.
-        heads: of attention, in every block.
+        vocabulary: number of tokens in the vocabulary.
+        width: width of the residual stream; a multiple of `heads`.
+        layers: number of blocks.
+        heads: number of attention heads in every block.
         tokens: the longest sequence.
-        classes: None is a language model.
-        checkpointing: a block keeps its input alone, and makes the rest again in backward.
+        classes: number of classes; None for a language model.
+        checkpointing: whether a block keeps its input only, and recomputes the rest in backward.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class Transformer(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        # One row of positions for each sample: a row broadcast over the batch has no per-sample gradients.
+        # One row of positions for each sample, because a row broadcast over the batch has no per-sample gradients.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids).contiguous()
         x = self.tokens(input_ids) + self.positions(positions)
         if self.checkpointing and torch.is_grad_enabled() and not x.requires_grad:  # frozen embeddings, as with LoRA
             x.requires_grad_()
         for block in self.blocks:
-            # The one kind that Opacus follows: its hooks do not see the first forward, which has no gradients.
+            # The only kind that Opacus supports: its hooks do not see the first forward, which has no gradients.
             x = checkpoint(block, x, use_reentrant=True) if self.checkpointing else block(x)
         x = self.norm(x)
         logits: torch.Tensor = self.head(x[:, -1] if self.classifies else x)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds anomalies in the memory of a run and in a model, each with its evidence and a remedy.
 
-Findings are those of profiles, with a severity; `module` is a parameter's name. The thresholds are the constants here;
-sizes in MB of 2**20 bytes.
+Findings are those of profiles, with a severity; `module` is a parameter's name. The constants here are the thresholds.
+Sizes are in MB of 2**20 bytes.
 """
 
 import logging
@@ -19,24 +19,24 @@ from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.readings import RESIDENT, MemorySnapshot
 
-MONITOR = "monitor"  # the name of readings that are taken at an interval, at no particular point of a step
+MONITOR = "monitor"  # the name of readings that are taken at an interval, not at a certain point of a step
 
-# A leak: without the first readings of a name (when optimizer states and workspaces are created), the readings are cut
-# into eight equal windows, and from each to the next both the lowest and the highest reading rise. Readings that only
-# vary do that by chance less than once in ten million. A single allocation that stays is not a leak, however large: it
-# falls into at most two of the rises between windows, so the other five alone must reach the threshold. (Resident
-# memory grows while an allocation is being filled. Its windows are long enough for that.)
+# A leak: the first readings of a name are ignored (when optimizer states and workspaces are created). The other
+# readings are cut into eight equal windows, and from each to the next both the lowest and the highest reading rise.
+# Readings that only vary do this by chance less than once in ten million. A single allocation that stays is not a leak,
+# however large: it affects at most two of the rises between windows, so the other five alone must reach the threshold.
+# (Resident memory grows while an allocation is being filled. Its windows are long enough for that.)
 WARM_UP_READINGS = 2
 LEAK_WINDOWS = 8
-LEAK_READINGS = 16  # beyond warm-up; of readings at an interval, LEAK_MONITOR_READINGS
+LEAK_READINGS = 16  # beyond warm-up; for readings at an interval, LEAK_MONITOR_READINGS
 LEAK_MONITOR_READINGS = 40
 LEAK_ONCE = 2  # rises that one allocation can make
 LEAK_WINDOW_SECONDS = 2.0  # at least, of resident memory that is read at an interval
 LEAK_MB = 1.0  # at least, without the largest LEAK_ONCE rises
-LEAK_RESIDENT_MB = 32.0  # where only the process' resident memory is known, which creeps without a leak
+LEAK_RESIDENT_MB = 32.0  # where only the process' resident memory is known, which grows slowly without a leak
 
-# Sudden growth: a reading that exceeds all before it under the same name by this much, after so many. Between named
-# points of the program, of which there may be one reading each, it is for the program to say how much is too much.
+# Sudden growth: a reading that exceeds all earlier ones with the same name by this much, after so many. Named points of
+# a program may have one reading each; there the program says how much is too much.
 GROWTH_READINGS = 10
 GROWTH_RATIO = 1.5
 GROWTH_MB = 200.0
@@ -44,7 +44,7 @@ GROWTH_MB = 200.0
 OVERUSE_RATIO = 0.9  # of the device's memory
 
 # Fragmentation: bytes that the allocator had to reserve at its peak beyond the most that was ever in use at once.
-FRAGMENTATION_RATIO = 0.3  # of what is reserved
+FRAGMENTATION_RATIO = 0.3  # of the reserved bytes
 FRAGMENTATION_MB = 256.0
 
 LARGE_PARAMETER_RATIO = 0.1  # of all parameters' bytes
@@ -57,9 +57,9 @@ def find_in_history(history: Sequence[MemorySnapshot], growth_mb: float | None =
     """Finds leaks and sudden growth among snapshots of the same name, and the anomalies of the newest snapshot.
 
     Args:
-        history: snapshots as `memory_snapshot` returns them, oldest first.
-        growth_mb: the most that memory may grow by from one named snapshot to another, in MB. None: only a reading
-            that exceeds many before it is sudden growth.
+        history: snapshots from `memory_snapshot`, oldest first.
+        growth_mb: the maximum growth from one named snapshot to another, in MB. None: only a reading that exceeds many
+            earlier ones is sudden growth.
     """
     findings = []
     series: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
@@ -67,7 +67,7 @@ def find_in_history(history: Sequence[MemorySnapshot], growth_mb: float | None =
         for reading in snapshot["devices"]:
             key = (reading["device"], reading["source"], snapshot["name"])
             series.setdefault(key, []).append((reading["allocated_mb"], snapshot["timestamp"]))
-    leaks: list[Finding] = []  # one shows at every point of a step
+    leaks: list[Finding] = []  # a leak shows at every point of a step
     for (device, source, name), readings in series.items():
         if growth_mb is None or name == MONITOR:
             findings += _sudden_growth(device, name, [size for size, _ in readings])
@@ -132,7 +132,7 @@ def log(findings: Sequence[Finding]) -> None:
 
 
 def largest(findings: Iterable[Finding]) -> list[Finding]:
-    """The finding with the most bytes of each device."""
+    """Returns the finding with the most bytes of each device."""
     return list({finding.device: finding for finding in sorted(findings, key=lambda finding: finding.bytes)}.values())
 
 
@@ -144,7 +144,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def device_label(device: str) -> str:
-    """ "GPU 0" for "cuda:0"."""
+    """Returns the label of a device: "GPU 0" for "cuda:0"."""
     return device.replace("cuda:", "GPU ") if device.startswith("cuda:") else device.upper()
 
 
@@ -199,9 +199,11 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
 
 
 def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list[Finding]:
-    """Finds growth by more than `growth_mb` to a snapshot. A name that occurred before is compared with the lowest
-    snapshot of that name, at the same point of a step; a new name with the lowest snapshot of all. After a finding,
-    later snapshots are compared with its snapshot. Of several findings of one name, the largest is returned.
+    """Finds growth by more than `growth_mb` to a snapshot.
+
+    A name that occurred before is compared with the lowest snapshot of that name, at the same point of a step. A new
+    name is compared with the lowest snapshot of all. After a finding, later snapshots are compared with its snapshot.
+    Of several findings of one name, the largest is returned.
     """
     found: dict[tuple[str, str], Finding] = {}
     lowest: dict[tuple[str, str, str | None], tuple[str, float]] = {}
@@ -246,7 +248,7 @@ def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> lis
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
-    """ "contains NaN", "contains Inf" or "", from the extremes: a mask would take the tensor's size."""
+    """Returns "contains NaN", "contains Inf" or "". Uses the extremes, because a mask would have the tensor's size."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()

@@ -49,9 +49,9 @@ class MemoryDebugger:
     """The debugger that `create_memory_debugger` returns.
 
     Attributes:
-        memory_history: the snapshots of checkpoints and monitoring (of the name "monitor"), oldest first, the latest
-            100 000; may be shortened. memory_history_*.jsonl in `log_dir` has each as a line, from when it was taken,
-            and memory_debug_*.log beside it what the toolkit has logged until `stop`.
+        memory_history: the snapshots of checkpoints and of monitoring (named "monitor"), oldest first, the latest 100
+            000; may be shortened. memory_history_*.jsonl in `log_dir` has a line for each, and memory_debug_*.log has
+            the toolkit's log until `stop`.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -92,7 +92,7 @@ class MemoryDebugger:
         return snapshot
 
     def compare_checkpoints(self, before: str, after: str) -> SnapshotDifference:
-        """The change between two checkpoints, as `compare_snapshots` returns it.
+        """Returns the change between two checkpoints; see `compare_snapshots`.
 
         Raises:
             MemprofError: there is no such checkpoint, or an allocator was installed between them.
@@ -127,7 +127,7 @@ class MemoryDebugger:
         The findings are logged and added to reports, and the debugger's own report uses this threshold from now on.
 
         Args:
-            threshold_mb: in MB of 2**20 bytes.
+            threshold_mb: the threshold, in MB of 2**20 bytes.
 
         Raises:
             MemprofError: the threshold is negative or not a number.
@@ -138,14 +138,16 @@ class MemoryDebugger:
         output.add_to_journal("finding", *findings)
         return findings
 
-    _check_memory_anomalies = check_memory_anomalies  # the name that scripts know it by
+    _check_memory_anomalies = check_memory_anomalies  # the name that existing scripts use
 
     def generate_memory_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
-        """The text of a report: the checkpoints, the highest reading of monitoring for each device, the anomalies among
-        them, and the models, differences and findings since the debugger was made.
+        """Writes a report and returns its text.
+
+        It has the checkpoints, the highest reading of monitoring for each device, the anomalies among them, and the
+        models, differences and findings since the debugger was made.
 
         Args:
-            output_file: to which it is written; default: memory_report.txt in `log_dir`.
+            output_file: the file; default: memory_report.txt in `log_dir`.
 
         Raises:
             MemprofError: the file cannot be written.
@@ -172,7 +174,7 @@ class MemoryDebugger:
 
 
 class _Monitor:
-    """Calls `on_snapshot` with a snapshot every `interval` seconds, on a thread of its own, until `stop`.
+    """Calls `on_snapshot` with a snapshot every `interval` seconds, in a separate thread, until `stop`.
 
     The snapshots are cheap ones, without categories. The program's end does not wait for the thread.
 
@@ -182,7 +184,7 @@ class _Monitor:
 
     def __init__(self, interval: float, on_snapshot: Callable[[MemorySnapshot], None]) -> None:
         if not isinstance(interval, (int, float)) or not 0 < interval < math.inf:
-            raise MemprofError(f"an interval of {interval!r} s cannot be kept: give a positive number of seconds")
+            raise MemprofError(f"the interval {interval!r} is not possible: give a positive number of seconds")
         self._interval = interval
         self._on_snapshot = on_snapshot
         self._ending = threading.Event()
@@ -199,7 +201,7 @@ class _Monitor:
         try:
             while not self._ending.wait(self._interval):
                 self._on_snapshot({**take_snapshot(), "name": anomalies.MONITOR})
-        except (MemprofError, RuntimeError) as error:  # such as a full disk: the program goes on
+        except (MemprofError, RuntimeError) as error:  # such as a full disk: the program continues
             LOGGER.warning(f"monitoring ends: {error}")
 
 

@@ -33,16 +33,16 @@ _TINY_CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a configuration that are used.
+    """The used settings of a configuration.
 
     Attributes:
         model: "tiny" (built in, random weights), a model's id on the Hugging Face hub or a local path, or a causal
             language model.
-        r, alpha, dropout, target_modules: of LoRA; None lets peft choose the modules.
-        batch_size, sequence_length, steps: of synthetic batches, if no data loader is given.
-        learning_rate: of AdamW.
-        noise_multiplier: trains privately with Opacus; None trains plainly.
-        max_grad_norm, grad_sample_mode: of Opacus; the mode may also be "flash_clip".
+        r, alpha, dropout, target_modules: settings of LoRA; None lets peft choose the modules.
+        batch_size, sequence_length, steps: sizes of synthetic batches, if no data loader is given.
+        learning_rate: learning rate of AdamW.
+        noise_multiplier: trains privately with Opacus; None trains without privacy.
+        max_grad_norm, grad_sample_mode: settings of Opacus; the mode may also be "flash_clip".
     """
 
     model: Any = TINY
@@ -75,16 +75,16 @@ class Settings:
 
 
 def read_settings(config: object) -> Settings:
-    """The settings in a mapping or in the attributes of an object. Other keys are ignored."""
+    """Returns the settings in a mapping or in the attributes of an object. Other keys are ignored."""
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
     if values is None:
-        raise MemprofError(f"a configuration cannot be a {type(config).__name__}: pass a dict")
+        raise MemprofError(f"a {type(config).__name__} is not a configuration: pass a dict")
     known = {field.name for field in fields(Settings)}
     return Settings(**{key: value for key, value in values.items() if key in known})
 
 
 def parse_precision(precision: str) -> torch.dtype:
-    """The dtype of "fp32", "fp16" or "bf16". Raises MemprofError for any other precision."""
+    """Returns the dtype of "fp32", "fp16" or "bf16". Raises MemprofError for any other precision."""
     if precision not in _PRECISIONS:
         raise MemprofError(f'there is no precision "{precision}": use {", ".join(_PRECISIONS)}')
     return _PRECISIONS[precision]
@@ -94,7 +94,9 @@ def create_model(settings: Settings, precision: str = "fp32", token: str | None 
     """Creates the model with its adapters, on the GPU if there is one. Frozen weights have `precision`, adapters fp32.
 
     Args:
-        token: of the Hugging Face hub. Default: HF_TOKEN. It is written to no file.
+        settings: the settings.
+        precision: the dtype of frozen weights.
+        token: token of the Hugging Face hub. Default: HF_TOKEN. It is not written to any file.
 
     Raises:
         MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
@@ -120,13 +122,13 @@ def _load(model: str, dtype: torch.dtype, token: str | None) -> Any:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of tokens in the vocabulary of a language model."""
+    """Returns the number of tokens in the vocabulary of a language model."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     return int(embeddings.weight.shape[0])
 
 
 def synthetic_batches(settings: Settings, vocabulary: int) -> Any:
-    """A DataLoader of random tokens: `steps` batches of {"input_ids", "labels"}, (batch_size, sequence_length)."""
+    """Returns a DataLoader of random tokens: `steps` batches of {"input_ids", "labels"}, [batch, tokens]."""
     generator = torch.Generator().manual_seed(0)
     shape = (settings.steps * settings.batch_size, settings.sequence_length)
     tokens = torch.randint(vocabulary, shape, generator=generator)
@@ -202,7 +204,7 @@ def remove_opacus(training: Training) -> None:
 
 
 def _loss(training: Training, batch: dict[str, torch.Tensor]) -> Any:
-    tokens = batch.pop("input_ids")  # ew takes them by position alone
+    tokens = batch.pop("input_ids")  # ew accepts them by position only
     if training.criterion is None:
         return training.model(tokens, **batch).loss
     targets = batch.pop("labels")[:, 1:]  # of the next token
@@ -211,14 +213,20 @@ def _loss(training: Training, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches as dicts on the device, from dicts, (input_ids, labels) or input_ids. Labels default to input_ids."""
+    """Yields the batches as dicts on the device, from dicts, (input_ids, labels) or input_ids.
+
+    Labels default to input_ids.
+
+    Raises:
+        MemprofError: a batch has another type, or no input_ids.
+    """
     for batch in batches:
         if isinstance(batch, torch.Tensor):
             batch = {"input_ids": batch}
         elif isinstance(batch, (list, tuple)):
             batch = dict(zip(("input_ids", "labels"), batch, strict=False))
         elif not isinstance(batch, Mapping):
-            raise MemprofError(f"a batch cannot be a {type(batch).__name__}: give input_ids, or a dict with them")
+            raise MemprofError(f"a {type(batch).__name__} is not a batch: give input_ids, or a dict with them")
         moved = {name: values.to(device) for name, values in batch.items() if isinstance(values, torch.Tensor)}
         if "input_ids" not in moved:
             raise MemprofError("a batch has no input_ids: give a tensor of tokens, or a dict with input_ids")

@@ -57,15 +57,21 @@ class ModelAnalysis(TypedDict):
 
 
 def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
-    """Counts a model's parameters and bytes, and logs them. Shared parameters count once, Opacus' wrapper does not.
-    The tables of parameters and layers, and the findings, stand in the reports from then on.
+    """Counts a model's parameters and bytes, and logs them.
+
+    Shared parameters count once; Opacus' wrapper does not count. Reports contain the tables of parameters and layers,
+    and the findings, from then on.
+
+    Args:
+        model: the model.
+        name: its name in the log and in reports.
 
     Returns:
         {"name", "total", "trainable" (parameters), "memory_mb" (parameters and buffers), "param_efficiency" (percent
-        trainable), "parameters": [{"name", "shape", "dtype", "device", "numel", "memory_mb", "trainable"}],
-        "layers": {"layers.0": {"total", "trainable", "memory_mb"}}, "summary": {"total_memory_mb" (parameters,
-        buffers and gradients), "parameters_mb", "buffers_mb", "gradients_mb", "per_sample_gradients_mb"},
-        "findings" (anomalies of its parameters and gradients)}. A layer is a module of a list, or of the top level.
+        trainable), "parameters": [{"name", "shape", "dtype", "device", "numel", "memory_mb", "trainable"}], "layers":
+        {"layers.0": {"total", "trainable", "memory_mb"}}, "summary": {"total_memory_mb" (parameters, buffers and
+        gradients), "parameters_mb", "buffers_mb", "gradients_mb", "per_sample_gradients_mb"}, "findings" (anomalies of
+        its parameters and gradients)}. A layer is a module of a list, or of the top level.
 
     Raises:
         MemprofError: `model` is not an nn.Module.
@@ -82,7 +88,11 @@ def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
 
 
 def analyze(model: nn.Module, name: str = "model") -> ModelAnalysis:
-    """As `analyze_model`, without log and journal."""
+    """Does what `analyze_model` does, without log and journal.
+
+    Raises:
+        MemprofError: `model` is not an nn.Module.
+    """
     if not isinstance(model, nn.Module):
         raise MemprofError(f"cannot analyze a {type(model).__name__}: pass an nn.Module")
     inner = getattr(model, "_module", None)  # of Opacus' GradSampleModule
@@ -120,7 +130,7 @@ def analyze(model: nn.Module, name: str = "model") -> ModelAnalysis:
 
 
 def describe_model(analysis: ModelAnalysis) -> list[str]:
-    """The lines of a report: the model, its layers, and its parameters."""
+    """Returns the lines of a report: the model, its layers, and its parameters."""
     lines = [
         f"model {analysis['name']}: {analysis['total']:,} parameters, {analysis['trainable']:,} of them trainable "
         f"({analysis['param_efficiency']:.2f}%), {analysis['memory_mb']:.2f}MB with buffers"
@@ -140,7 +150,7 @@ def describe_model(analysis: ModelAnalysis) -> list[str]:
 
 
 def layer_name(parameter: str) -> str:
-    """ "model.layers.0" of "model.layers.0.attention.q.weight": up to the first number, else the first name."""
+    """Returns "model.layers.0" for "model.layers.0.attention.q.weight": up to the first number, or the first name."""
     parts = parameter.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -161,7 +171,7 @@ def _parameter(path: str, parameter: nn.Parameter) -> ParameterSize:
 
 
 def _gradient_bytes(gradient: Any) -> int:
-    """The bytes of a gradient, or of a list of per-sample gradients."""
+    """Returns the bytes of a gradient, or of a list of per-sample gradients."""
     if isinstance(gradient, torch.Tensor):
         return anomalies.tensor_bytes(gradient)
     return sum(map(_gradient_bytes, gradient)) if isinstance(gradient, (list, tuple)) else 0

@@ -39,14 +39,14 @@ class StdoutHandler(logging.Handler):
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """A filter that passes all records, and escapes text that is not Unicode, as in some file names."""
+    """Passes all records as a filter, and escapes text that is not Unicode, as in some file names."""
     record.msg = str(record.msg).encode("utf-8", "backslashreplace").decode()
     return True
 
 
 # Importing Opacus calls logging.basicConfig, which leaves the root logger at WARNING, with a handler to stderr. So the
-# toolkit's logger has its own handler and level, and does not propagate. A program that has given it handlers before
-# keeps those.
+# toolkit's logger has a separate handler and level, and does not propagate. If a program has added handlers before,
+# they stay.
 LOGGER = logging.getLogger("opacus_memprof.toolkit")
 LOGGER.addFilter(_make_printable)
 if not LOGGER.handlers:
@@ -61,7 +61,7 @@ class LineFile:
     """A text file to which threads append whole lines, which are kept if the process is killed.
 
     Attributes:
-        path: directory/prefix_YYYYMMDD_HHMMSS.suffix, numbered where another took the second; None before `make`.
+        path: directory/prefix_YYYYMMDD_HHMMSS.suffix, with a number if the name exists; None before `make`.
     """
 
     def __init__(self, directory: Path, prefix: str, suffix: str) -> None:
@@ -90,8 +90,9 @@ class LineFile:
 
 
 class LineFileHandler(logging.Handler):
-    """A handler that writes records to a file as lines "2024-01-15 10:30:15 - NAME - INFO - MESSAGE". If the file
-    cannot be written any more, it prints a warning and stops, without an exception.
+    """A handler that writes records to a file as lines "2024-01-15 10:30:15 - NAME - INFO - MESSAGE".
+
+    If the file cannot be written any more, it prints a warning and stops, without an exception.
     """
 
     def __init__(self, file: LineFile) -> None:
@@ -109,7 +110,10 @@ class LineFileHandler(logging.Handler):
 
 
 def make_logger(name: str, file: LineFile | None) -> logging.Logger:
-    """A logger outside of logging's hierarchy, which writes each record as a line to stdout and to the file, if any."""
+    """Returns a logger outside of logging's hierarchy.
+
+    It writes each record as a line to stdout and to the file, if any.
+    """
     logger = logging.Logger(name, logging.INFO)
     console = StdoutHandler()
     console.setFormatter(_FILE_FORMAT)

@@ -41,8 +41,9 @@ class _SizesOfDevices(TypedDict, total=False):
 
 
 class EventRecord(Sizes, _SizesOfDevices):
-    """One record of an event: seconds since the first record, the sizes of the device in use, and those of all devices
-    if there are several. `timestamp` is in ISO 8601.
+    """One record of an event: seconds since the first record, and sizes of the device in use.
+
+    With several devices, it has the sizes of all. `timestamp` is in ISO 8601.
     """
 
     time: float
@@ -55,8 +56,8 @@ class GPUMemoryProfiler:
     Args:
         log_dir: the directory of memory_profiler_YYYYMMDD_HHMMSS.log and other files, made with the first of them.
         enable_file_logging: whether to log to a file too, and write the summary to a file.
-        threshold_mb: the most that may be in use, in MB of 2**20 bytes; a record with more is logged as a warning, and
-            is a finding.
+        threshold_mb: the maximum in use, in MB of 2**20 bytes; a record with more is logged as a warning, and is a
+            finding.
 
     Attributes:
         records: event → its records, each {"time" (seconds since the first record), "allocated", "reserved",
@@ -65,8 +66,8 @@ class GPUMemoryProfiler:
         log_file: the log's path, or None.
 
     Raises:
-        MemprofError: the log cannot be written, or the threshold is negative; from every method but `cleanup`: after
-            `cleanup`.
+        MemprofError: the log cannot be written, or the threshold is negative. Every method except `cleanup` raises it
+            after `cleanup`.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class GPUMemoryProfiler:
         self._write_header(self._log)
 
     def record(self, event: str, extra: object = "") -> None:
-        """Records the memory in use now under the event's name, and logs it with `extra`. The profile of a running
-        session gets a snapshot of that name too.
+        """Records the memory in use now under the event's name, and logs it with `extra`.
+
+        The profile of a running session gets a snapshot of that name too.
         """
         log = self._open_log()
         snapshot = take_snapshot(str(event))
@@ -133,8 +135,9 @@ class GPUMemoryProfiler:
         """Records an event, and logs descriptions of tensors and of a model.
 
         Args:
+            event: the event's name.
             tensor_info: name → tensor: shape, dtype, device and MB are logged.
-            model_info: name → value, logged as they are; or a model, whose parameters are counted.
+            model_info: name → value, logged unchanged; or a model, whose parameters are counted.
         """
         self.record(event)
         log = self._open_log()
@@ -151,8 +154,9 @@ class GPUMemoryProfiler:
             log.info(f"  model {name}: {f'{value:,}' if isinstance(value, (int, float)) else value}")
 
     def findings(self) -> list[Finding]:
-        """The findings among the records: leaks, sudden growth, overuse, fragmentation, and the record that exceeds the
-        threshold the most. See `opacus_memprof.toolkit.anomalies`.
+        """Returns the findings among the records: leaks, sudden growth, overuse, fragmentation, and the largest excess.
+
+        The largest excess is the record that exceeds the threshold the most. See `opacus_memprof.toolkit.anomalies`.
         """
         self._open_log()
         over = (finding for snapshot in self._history for finding in self._over_threshold(snapshot))
@@ -164,8 +168,9 @@ class GPUMemoryProfiler:
         echo(self._timeline())
 
     def generate_summary_report(self) -> str:
-        """The text of a summary: the peak and its event, the range of each event, and findings. Logs it and, with file
-        logging, writes it to memory_summary_*.txt.
+        """Returns the text of a summary: the peak and its event, the range of each event, and findings.
+
+        Logs it and, with file logging, writes it to memory_summary_*.txt.
         """
         log = self._open_log()
         text = "\n".join([*self._summary(), format_findings(self.findings())])
@@ -200,11 +205,11 @@ class GPUMemoryProfiler:
 
     def _open_log(self) -> logging.Logger:
         if self._log is None:
-            raise MemprofError("this profiler was cleaned up: make another GPUMemoryProfiler to go on")
+            raise MemprofError("this profiler was cleaned up: make another GPUMemoryProfiler to continue")
         return self._log
 
     def _main_sizes(self, sizes: Mapping[str, Sizes]) -> Sizes:
-        """The sizes of the device in use, of those of all devices."""
+        """Returns the sizes of the device in use, from those of all devices."""
         return sizes.get(self._device) or next(iter(sizes.values()))
 
     def _over_threshold(self, snapshot: MemorySnapshot) -> list[Finding]:
@@ -228,7 +233,7 @@ class GPUMemoryProfiler:
         self._log_devices(log, self._initial)
 
     def _log_devices(self, log: logging.Logger, snapshot: MemorySnapshot) -> None:
-        """Logs each device once, as soon as its memory is known: that of a GPU, after CUDA is initialised."""
+        """Logs each device once, as soon as its memory is known: for a GPU, after CUDA is initialised."""
         for reading in snapshot["devices"]:
             device = reading["device"]
             if device in self._described or reading["total_mb"] is None:
@@ -238,7 +243,7 @@ class GPUMemoryProfiler:
             log.info(f"{anomalies.device_label(device)}{name} ({reading['total_mb'] / 1024:.1f}GB)")
 
     def _log_source(self, log: logging.Logger, snapshot: MemorySnapshot) -> None:
-        """Logs who counts, at the first record and whenever that has changed."""
+        """Logs the source of the counts, at the first record and whenever it has changed."""
         source = _sources(snapshot)
         if source != self._source:
             self._source = source

@@ -24,7 +24,7 @@ try:
     from opacus_memprof.recording import allocators, live
     from opacus_memprof.recording.live import read_peaks
     from opacus_memprof.recording.native import HAS_CUDA, cpu_reported_bytes
-except ImportError:  # the extension is missing or broken: nothing can be installed, and the rest still works
+except ImportError:  # the extension is missing or broken: nothing can be installed, but the rest still works
     _HAS_EXTENSION = False
 else:
     _HAS_EXTENSION = True
@@ -38,8 +38,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class Reading(TypedDict):
-    """One device at one moment; docs/toolkit.md explains `source`. `total_mb` and `utilization_percent` are None as
-    long as CUDA is not initialised.
+    """One device at one moment; docs/toolkit.md explains `source`.
+
+    `total_mb` and `utilization_percent` are None as long as CUDA is not initialised.
     """
 
     device: str
@@ -54,7 +55,7 @@ class Reading(TypedDict):
 
 
 class MachineMemory(TypedDict):
-    """The memory of the machine, and how much of it is in use."""
+    """The memory of the machine, and the part of it that is in use."""
 
     total_mb: float
     available_mb: float
@@ -87,7 +88,7 @@ class _OptionalChanges(TypedDict, total=False):
 
 
 class SnapshotDifference(_OptionalChanges):
-    """The change between the snapshots named `before` and `after`; of a function's call, also its duration."""
+    """The change between the snapshots named `before` and `after`; for a function's call, also its duration."""
 
     before: str
     after: str
@@ -95,8 +96,10 @@ class SnapshotDifference(_OptionalChanges):
 
 
 def read_devices(name: str | None = None) -> list[Reading]:
-    """Reads all devices. With a name, categories are counted as well, and the running session's profile gets a snapshot
-    of that name. Without one, only counters are read.
+    """Reads all devices.
+
+    With a name, categories are counted as well, and the running session's profile gets a snapshot of that name. Without
+    one, only counters are read.
     """
     counts = _snapshot(name) if name is not None else {}
     return [_cpu(counts.get("cpu")) if device == "cpu" else _cuda(device, counts.get(device)) for device in devices()]
@@ -112,8 +115,10 @@ def make_reading(
     total: int | None,
     categories: Mapping[str, int] | None = None,
 ) -> Reading:
-    """A reading of one device from sizes in bytes. `reserved` equals `allocated` if nothing caches, as on the CPU;
-    `total` is the device's memory, None while CUDA is not initialised. `categories` are those of named readings.
+    """Returns a reading of one device from sizes in bytes.
+
+    `reserved` equals `allocated` if nothing caches, as on the CPU; `total` is the device's memory, None while CUDA is
+    not initialised. `categories` are those of named readings.
     """
     return {
         "device": device,
@@ -129,26 +134,26 @@ def make_reading(
 
 
 def devices() -> list[str]:
-    """The names of all GPUs, and of the CPU if there is no GPU or its allocations are recorded."""
+    """Returns the names of all GPUs, and of the CPU if there is no GPU or its allocations are recorded."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return gpus + ["cpu"] * (not gpus or _recorded("cpu"))
 
 
 def primary_device() -> str:
-    """The device for figures of a single device: the recorded one, else the current GPU, else the CPU."""
+    """Returns the device for figures of one device: the recorded one, else the current GPU, else the CPU."""
     if torch.cuda.device_count() == 0 or (_recorded("cpu") and not _recorded("cuda")):
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"  # type: ignore[no-untyped-call]
 
 
 def system_memory() -> tuple[int, int]:
-    """Total and available bytes of the machine. Source: /proc/meminfo."""
+    """Returns total and available bytes of the machine. Source: /proc/meminfo."""
     lines = _read_sizes(_MEMINFO)
     return lines["MemTotal"], lines["MemAvailable"]
 
 
 def peak_categories(device: str) -> dict[str, int]:
-    """The bytes by category at the device's peak, without zeros; empty if nothing is recorded."""
+    """Returns the bytes by category at the device's peak, without zeros; empty if nothing is recorded."""
     if not _recorded(device.partition(":")[0]):
         return {}
     return _categories(read_peaks().get(device))
@@ -161,7 +166,7 @@ def _recorded(device: str) -> bool:
 def _snapshot(name: str) -> dict[str, DeviceCount]:
     if not _recorded("cpu") and not _recorded("cuda"):
         return {}
-    name = name.encode("utf-8", "backslashreplace").decode()  # the event file takes no lone surrogates
+    name = name.encode("utf-8", "backslashreplace").decode()  # the event file does not support lone surrogates
     running = session.current()
     return (live.take_snapshot(name) if running is None else running.snapshot(name)).devices
 
@@ -201,6 +206,6 @@ def _categories(count: DeviceCount | LivePeak | None) -> dict[str, int]:
 
 
 def _read_sizes(file: Path) -> dict[str, int]:
-    """The sizes of a file of /proc, in bytes."""
+    """Returns the sizes of a file of /proc, in bytes."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}

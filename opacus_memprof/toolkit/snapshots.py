@@ -27,11 +27,14 @@ R = TypeVar("R")
 def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
     """Takes a snapshot of the memory in use now, and logs it. The profile of a running session contains it too.
 
+    Args:
+        name: the snapshot's name.
+
     Returns:
         {"name", "timestamp", "devices": [{"device", "source", "allocated_mb", "reserved_mb", "max_allocated_mb",
-        "max_reserved_mb", "total_mb", "utilization_percent", "categories_mb"}], "system": {"total_mb",
-        "available_mb", "used_percent"}}, sizes in MB of 2**20 bytes. `source` is what counted: the recording
-        allocator, torch.cuda.memory_stats, or the process' resident memory.
+        "max_reserved_mb", "total_mb", "utilization_percent", "categories_mb"}], "system": {"total_mb", "available_mb",
+        "used_percent"}}, sizes in MB of 2**20 bytes. `source` is the source of the counts: the recording allocator,
+        torch.cuda.memory_stats, or the process' resident memory.
     """
     snapshot = take_snapshot(name)
     output.add_to_journal("snapshot", snapshot)
@@ -42,16 +45,20 @@ def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
 
 
 def compare_snapshots(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
-    """The change from one snapshot to another, which is logged too.
+    """Returns the change from one snapshot to another, and logs it.
+
+    Args:
+        before: the first snapshot.
+        after: the second snapshot.
 
     Returns:
         {"before", "after" (their names), "gpu_changes": [{"device", "memory_change_mb", "reserved_change_mb",
-        "peak_change_mb", "utilization_change", "categories_change_mb"}], "system_change_mb"}; one entry for each
-        device of the snapshots, the CPU where there is no GPU. `utilization_change` is in percentage points, None
-        where a device's memory is not known.
+        "peak_change_mb", "utilization_change", "categories_change_mb"}], "system_change_mb"}; one entry for each device
+        of the snapshots, the CPU if there is no GPU. `utilization_change` is in percentage points, None if a device's
+        memory is not known.
 
     Raises:
-        MemprofError: not two snapshots, or ones of different devices or sources.
+        MemprofError: these are not two snapshots, or snapshots of different devices or sources.
     """
     changes = difference(before, after)
     output.add_to_journal("difference", changes)
@@ -65,7 +72,7 @@ def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
     """Finds devices where more than `threshold_mb` is in use, overuse and fragmentation, and logs warnings.
 
     Args:
-        threshold_mb: in MB of 2**20 bytes.
+        threshold_mb: the threshold, in MB of 2**20 bytes.
 
     Returns:
         The findings, with `kind`, `device`, `bytes`, `evidence` and `remedy`.
@@ -118,11 +125,12 @@ def cleanup_memory() -> SnapshotDifference:
 
 
 def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
-    """The text of a report on this process: the latest 1000 snapshots, the memory in use now, model analyses,
-    differences and findings.
+    """Returns the text of a report on this process.
+
+    It has the latest 1000 snapshots, the memory in use now, model analyses, differences and findings.
 
     Args:
-        output_file: to which the report is written; None: to no file.
+        output_file: the file to which the report is written; None: no file.
 
     Raises:
         MemprofError: the file cannot be written.
@@ -135,7 +143,10 @@ def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
 
 
 def take_snapshot(name: str | None = None) -> MemorySnapshot:
-    """As `memory_snapshot`, without log and journal. Without a name, it has no categories and is not in the profile."""
+    """Does what `memory_snapshot` does, without log and journal.
+
+    Without a name, the snapshot has no categories and is not in the profile.
+    """
     total, available = readings.system_memory()
     return {
         "name": "now" if name is None else str(name),
@@ -150,11 +161,15 @@ def take_snapshot(name: str | None = None) -> MemorySnapshot:
 
 
 def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
-    """As `compare_snapshots`, without log and journal."""
+    """Does what `compare_snapshots` does, without log and journal.
+
+    Raises:
+        MemprofError: see `compare_snapshots`.
+    """
     try:
         pairs = [{reading["device"]: reading for reading in snapshot["devices"]} for snapshot in (before, after)]
     except (TypeError, KeyError) as error:
-        raise MemprofError("only what memory_snapshot returns can be compared: pass two snapshots") from error
+        raise MemprofError("only results of memory_snapshot can be compared: pass two snapshots") from error
     first, second = pairs
     if first.keys() != second.keys():
         raise MemprofError(
@@ -176,8 +191,10 @@ def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDiffere
 
 
 def difference_around_call(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
-    """As `compare_snapshots`, but without errors: if a call between the two has installed or removed the recording
-    allocator, "gpu_changes" is empty, and a warning is logged.
+    """Does what `compare_snapshots` does, but without errors.
+
+    If a call between the two has installed or removed the recording allocator, "gpu_changes" is empty, and a warning is
+    logged.
     """
     try:
         return compare_snapshots(before, after)
@@ -189,7 +206,7 @@ def difference_around_call(before: MemorySnapshot, after: MemorySnapshot) -> Sna
 def check_threshold(threshold_mb: float) -> float:
     """Returns the threshold. Raises MemprofError if it is negative or not a number."""
     if not isinstance(threshold_mb, (int, float)) or not threshold_mb >= 0:
-        raise MemprofError(f"a threshold of {threshold_mb!r} MB cannot be exceeded: give a number of MB from 0 on")
+        raise MemprofError(f"the threshold {threshold_mb!r} is not valid: give a number of MB from 0 on")
     return threshold_mb
 
 
@@ -215,13 +232,16 @@ _WIDTH = 120
 
 
 def report_text(title: str, history: Iterable[MemorySnapshot], findings: Sequence[Finding], since: float = 0.0) -> str:
-    """The text of a report: all snapshots, the source and categories of the last one, and the models, differences and
-    findings of the journal.
+    """Returns the text of a report.
+
+    It has all snapshots, the source and categories of the last one, and the models, differences and findings of the
+    journal.
 
     Args:
+        title: the title.
         history: snapshots, oldest first.
-        findings: of the snapshots.
-        since: a time of time.monotonic(); older entries of the journal are left out.
+        findings: findings in the snapshots.
+        since: a time of time.monotonic(); older entries of the journal are omitted.
     """
     lines = [title, "=" * len(title), "sizes in MB of 2^20 bytes"]
     last: MemorySnapshot | None = None
@@ -254,7 +274,7 @@ def report_text(title: str, history: Iterable[MemorySnapshot], findings: Sequenc
 
 
 def format_findings(findings: Iterable[Finding]) -> str:
-    """The text of findings, without repetitions, with their evidence and remedies."""
+    """Returns the text of findings, without repetitions, with their evidence and remedies."""
     distinct = {(finding.kind, finding.device, finding.evidence): finding for finding in findings}
     if not distinct:
         return "\nno anomalies\n"
@@ -264,13 +284,13 @@ def format_findings(findings: Iterable[Finding]) -> str:
 
 
 def describe_reading(reading: Reading) -> str:
-    """ "GPU 0: 1234.5MB / 11264.0MB (10.9%)"."""
+    """Returns a line such as "GPU 0: 1234.5MB / 11264.0MB (10.9%)"."""
     share = f" / {reading['total_mb']:.1f}MB ({reading['utilization_percent']:.1f}%)" if reading["total_mb"] else ""
     return f"{anomalies.device_label(reading['device'])}: {reading['allocated_mb']:.1f}MB{share}"
 
 
 def describe_difference(difference: SnapshotDifference) -> list[str]:
-    """ "GPU 0: memory change +456.7MB, utilization change +4.1%", a line for each device."""
+    """Returns a line for each device, such as "GPU 0: memory change +456.7MB, utilization change +4.1%"."""
     lines = []
     for change in difference["gpu_changes"]:
         utilization = change["utilization_change"]

@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class Stage(TypedDict):
-    """One stage of a training run, and what the memory in use changed by."""
+    """One stage of a training run, and the change of the memory in use."""
 
     name: str
     duration_s: float
@@ -50,9 +50,9 @@ class Stage(TypedDict):
 def memory_profiled_training(log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR) -> "TrainingProfiler":
     """A context manager that measures the stages of a training run, and writes a report at the end of its block.
 
-    Uses the running session, or records one into `log_dir`/profile, for categories and the peak; if that is not
-    possible, it logs why and goes on without. It attaches the models and optimizers among arguments and results of
-    stages, those that a PrivacyEngine makes private, and optimizers at their first step.
+    Uses the running session, or records one into `log_dir`/profile, for categories and the peak. If that is not
+    possible, it logs the reason and continues without. It attaches the models and optimizers among arguments and
+    results of stages, results of a PrivacyEngine, and optimizers at their first step.
     """
     return TrainingProfiler(Path(log_dir))
 
@@ -61,9 +61,9 @@ class TrainingProfiler:
     """The profiler that `memory_profiled_training` returns.
 
     Attributes:
-        stages: {"name", "duration_s", "failed", "change" (as `difference_around_call` has it)} of each, in order.
+        stages: for each stage, in order, {"name", "duration_s", "failed", "change" (see `difference_around_call`)}.
         session: the session that records, or None.
-        profile: the content of profile.json, once the block was left; None where no session began here.
+        profile: the content of profile.json, after the block; None if no session began here.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -107,7 +107,7 @@ class TrainingProfiler:
                     self.session.explain(error)
                 self.profile = self.session.close(*outcome(error), one_line(error))
             self.generate_training_report()
-        except MemprofError as failure:  # the training is done, and its result must not be lost over this
+        except MemprofError as failure:  # the training is done, and its result must not be lost because of this
             LOGGER.warning(str(failure))
 
     def profile_stage(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,14 +149,14 @@ class TrainingProfiler:
         self._history.append({**take_snapshot(), "name": name})
 
     def memory_issues(self) -> list[Finding]:
-        """The findings of all stages and readings so far."""
+        """Returns the findings of all stages and readings so far."""
         return anomalies.find_in_history(self._history)
 
     def generate_training_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
-        """The text of a report: the changes of all stages, the findings and, after the block, the profile's summary.
+        """Returns the text of a report: changes of all stages, findings and, after the block, the profile's summary.
 
         Args:
-            output_file: to which it is written; default: training_report.txt in `log_dir`.
+            output_file: the file to which it is written; default: training_report.txt in `log_dir`.
 
         Raises:
             MemprofError: the file cannot be written.
@@ -192,18 +192,18 @@ def debug_lora_training(
 
     Args:
         config: a dict or object with the settings of `opacus_memprof.toolkit.lora.Settings`; others are ignored.
-        dataloader: of dicts of tensors, (input_ids, labels) or input_ids; None trains on random tokens.
+        dataloader: yields dicts of tensors, (input_ids, labels) or input_ids; None trains on random tokens.
         precision: "fp32", "fp16" or "bf16".
         pkg: a label of the data, which the result contains.
         version: another label.
         knowledge_type: another label.
         log_dir: the directory of the report and the profile.
-        token: of the Hugging Face hub; default: HF_TOKEN. It is written to no file.
+        token: token of the Hugging Face hub; default: HF_TOKEN. It is not written to any file.
 
     Returns:
-        The trained model, and {"creation_analysis", "training_analysis" (as `analyze_model`), "memory_issues",
-        "stages", "losses", "peak" (device → {"requested_bytes", "categories", ...}; empty without a session of its
-        own), "labels", "report_file"}.
+        The trained model, and {"creation_analysis", "training_analysis" (see `analyze_model`), "memory_issues",
+        "stages", "losses", "peak" (device → {"requested_bytes", "categories", ...}; empty if another session runs),
+        "labels", "report_file"}.
 
     Raises:
         MemprofError: the configuration, the precision or a batch cannot be used, or the model cannot be made.
@@ -243,16 +243,18 @@ def debug_memory_with_different_configs(
     """Runs `debug_lora_training` for each variation of a configuration, on random tokens.
 
     Args:
-        base_config: as `debug_lora_training` takes it.
+        base_config: see `config` of `debug_lora_training`.
         variations: name → the settings of `opacus_memprof.toolkit.lora.Settings` that differ.
+        precision: "fp32", "fp16" or "bf16".
         log_dir: the parent of each variation's directory, which has its name (or number).
+        token: token of the Hugging Face hub; default: HF_TOKEN.
 
     Returns:
-        name → {"memory_mb", "total", "trainable", "param_efficiency" (of the model, as `analyze_model`),
-        "peak_memory_mb" (of one training run; None without a session of its own), "memory_issues", "config"}.
+        name → {"memory_mb", "total", "trainable", "param_efficiency" (of the model, see `analyze_model`),
+        "peak_memory_mb" (of one training run; None if another session runs), "memory_issues", "config"}.
 
     Raises:
-        MemprofError: there are no variations, or one that changes nothing that is used.
+        MemprofError: there are no variations, or one that changes no used setting.
     """
     base = vars(lora.read_settings(base_config))
     if not isinstance(variations, Mapping) or not variations:
@@ -267,9 +269,9 @@ def debug_memory_with_different_configs(
     results = {}
     for index, (name, variation) in enumerate(variations.items()):
         directory = Path(log_dir) / (name if name.replace("_", "").replace("-", "").isalnum() else str(index))
-        gc.collect()  # the model before is part of cycles, and would count
+        gc.collect()  # the previous model is part of cycles, and would count
         config = {**base, **variation}
-        config["model"] = copy.deepcopy(config["model"])  # adapters go into the model that is given
+        config["model"] = copy.deepcopy(config["model"])  # adapters are added to the given model
         result = debug_lora_training(config, precision=precision, log_dir=directory, token=token)[1]
         analysis = result["creation_analysis"]
         peaks = [peak["requested_bytes"] / MB for peak in result["peak"].values()]
@@ -283,7 +285,7 @@ def debug_memory_with_different_configs(
 
 
 def _find_trainable(objects: Iterable[object]) -> Iterator[nn.Module | Optimizer]:
-    """The models with parameters and the optimizers among the objects and their elements."""
+    """Yields the models with parameters and the optimizers among the objects and their elements."""
     for container in objects:
         for each in _elements(container):
             if isinstance(each, Optimizer) or (isinstance(each, nn.Module) and any(True for _ in each.parameters())):
@@ -291,7 +293,7 @@ def _find_trainable(objects: Iterable[object]) -> Iterator[nn.Module | Optimizer
 
 
 def _elements(container: object) -> Iterable[object]:
-    """The elements of a list, tuple, mapping or dataclass; of any other object, itself."""
+    """Returns the elements of a list, tuple, mapping or dataclass; for any other object, the object."""
     if isinstance(container, (list, tuple)):
         return container
     if isinstance(container, Mapping):

@@ -203,14 +203,14 @@ def test_the_documented_detailed_analysis(
         ([*FOUR, "--batch_sizes", "0"], "--batch_sizes has 0: give whole numbers from 1 on"),
         ([*FOUR, "--seq_lengths", "-5"], "--seq_lengths has -5: give whole numbers from 1 on"),
         ([*FOUR, "--lora_ranks"], "--lora_ranks has no values: give it at least one"),
-        ([*FOUR[:-5], "--max_physical_batch_sizes", "16", "32"], "nothing is left of the grid"),
+        ([*FOUR[:-5], "--max_physical_batch_sizes", "16", "32"], "no combination is possible"),
         ([*FOUR, "--num_steps", "0"], "num_steps is 0"),
         ([*FOUR, "--model_name", "gpt2"], "are two models: give one of them"),
         (["sweep", "--config", "huge"], 'there is no built-in configuration "huge"'),
         (["single-gpu", "--config", "tiny", "--max_physical_batch_size", "64"], "max_physical_batch_size is 64 and"),
         (["single-gpu", "--config", "tiny", "--use_lora", "--lora_rank", "0"], "lora_rank is 0"),
         (["single-gpu", "--config", "tiny", "--sigma", "-1"], "sigma is -1"),
-        (["single-gpu", "--config", "tiny", "--mode", "ew", "--checkpointing"], "checkpointing does not go with this"),
+        (["single-gpu", "--config", "tiny", "--mode", "ew", "--checkpointing"], "checkpointing is not possible here"),
     ],
 )
 def test_bad_input_is_one_sentence(

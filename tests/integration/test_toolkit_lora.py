@@ -173,7 +173,7 @@ def test_a_model_that_is_given_is_compared_without_the_adapters_of_before(tmp_pa
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
         ({"max_grad_norm": None}, "max_grad_norm is None"),
         ({"grad_sample_mode": "fast"}, "grad_sample_mode is 'fast' in the configuration: use hooks, functorch"),
-        (3, "cannot be a int"),
+        (3, "a int is not a configuration"),
         ({"model": "no/such/path/at/all"}, "cannot be loaded"),
     ],
 )
@@ -190,7 +190,7 @@ def test_other_input_that_cannot_be_used(tmp_path: Path) -> None:
         opacus_memprof.debug_lora_training({}, precision="fp8", log_dir=tmp_path)
     with pytest.raises(MemprofError, match="input_ids"):
         opacus_memprof.debug_lora_training({}, [{"text": torch.zeros(1)}], log_dir=tmp_path)
-    with pytest.raises(MemprofError, match="a batch cannot be a str"):
+    with pytest.raises(MemprofError, match="a str is not a batch"):
         opacus_memprof.debug_lora_training({}, ["text"], log_dir=tmp_path)
     with pytest.raises(MemprofError, match="needs a DataLoader of torch, and got a list"):
         opacus_memprof.debug_lora_training({"noise_multiplier": 1.0}, [torch.zeros(1, 2)], log_dir=tmp_path)

@@ -71,7 +71,7 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
         (["--virtual-gpu", "t4", "--virtual-memory", "1 MB"], "a virtual GPU cannot have"),
         (["--virtual-gpu", "t4", "--virtual-memory", "much"], "'much' is not a size"),
         (["--virtual-memory", "1 GB"], "virtual_memory is that of a virtual GPU: add its kind"),
-        (["--virtual-gpu", "t4", "--device", "cpu"], "a virtual GPU is no CPU"),
+        (["--virtual-gpu", "t4", "--device", "cpu"], "a virtual GPU is not a CPU"),
     ],
 )
 @pytest.mark.parametrize("command", ["sweep", "experiments", "single-gpu", "experiment"])

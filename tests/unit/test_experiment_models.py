@@ -271,7 +271,7 @@ def test_checkpointing_trains_to_the_same_weights_with_fewer_activations(
 
 @pytest.mark.parametrize("chosen", [{"mode": "ew"}, {"mode": "ghost", "nproc": 2}])
 def test_where_checkpointing_cannot_be_followed_it_is_refused(chosen: Any) -> None:
-    with pytest.raises(MemprofError, match="checkpointing does not go with this, for "):
+    with pytest.raises(MemprofError, match="checkpointing is not possible here, because "):
         Configuration(checkpointing=True, **chosen)
 
 
@@ -337,7 +337,7 @@ def test_a_file_of_texts_makes_the_data(saved_gpt2: Path, tmp_path: Path) -> Non
         ("texts.parquet", None, "is not a dataset: give a .jsonl or .csv file, MODULE:FUNCTION"),
         ("my_samples:absent", None, "cannot be imported"),
         ("no_such_module:samples", None, "cannot be imported"),
-        ("my_samples:nothing", None, "returned no list of samples"),
+        ("my_samples:nothing", None, "did not return a list of samples"),
         (
             "my_samples:long",
             None,

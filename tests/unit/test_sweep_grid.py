@@ -53,7 +53,7 @@ def test_a_physical_batch_above_the_logical_one_is_left_out() -> None:
         (([16], [-8], [1], [8]), "--batch_sizes has -8"),
         (([16], [8], [0], [8]), "--max_physical_batch_sizes has 0"),
         (([16], [8], [1], [-1]), "--lora_ranks has -1"),
-        (([16], [2, 4], [8, 16], [8]), r"nothing is left of the grid: every physical batch \(8 and more\)"),
+        (([16], [2, 4], [8, 16], [8]), r"no combination is possible: every physical batch \(8 and more\)"),
     ],
 )
 def test_what_is_no_grid(lists: tuple[list[int], ...], sentence: str) -> None:

@@ -110,7 +110,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 def test_foreign_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     for directory in (sweep(tmp_path), sweep(tmp_path, resume=True), single(tmp_path, CELLS)):
-        with pytest.raises(MemprofError, match="holds files that are no results, which stay as they are"), directory:
+        with pytest.raises(MemprofError, match="holds files that are not results, and was not changed"), directory:
             pass
     assert content(tmp_path) == {name: b"mine"}
 

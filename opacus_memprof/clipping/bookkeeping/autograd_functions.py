@@ -36,7 +36,7 @@ def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) 
     """
     layer, bookkeeping, where, batch, forward = call
     if g.requires_grad:
-        raise _twice(layer.describe())
+        raise MemprofError(_no_second_derivatives(layer.describe()))
     if where is not None:
         g = where.by_sample(g, batch)
         x = None if x is None else where.by_sample(x, batch)
@@ -52,8 +52,8 @@ def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -
         bookkeeping.refusal.add(error)
 
 
-def _twice(what: str) -> MemprofError:
-    return MemprofError(
+def _no_second_derivatives(what: str) -> str:
+    return (
         f"backward goes through {what} with create_graph=True, but flash_clip has no second derivatives, so that a "
         "loss of gradients (a gradient penalty, forces, a Hessian) has no per-sample gradients: leave that term out, "
         "or compute it by finite differences."
@@ -67,7 +67,8 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in gradients):
-            raise _twice(ctx.layer.describe() if isinstance(getattr(ctx, "layer", None), Layer) else "the model")
+            layer = getattr(ctx, "layer", None)
+            raise MemprofError(_no_second_derivatives(layer.describe() if isinstance(layer, Layer) else "the model"))
         return differentiable_once(ctx, *gradients)
 
     return checked

@@ -12,7 +12,7 @@ from opacus_memprof.experiments.figures.timeline import timelines
 from opacus_memprof.experiments.figures.tradeoff import performance_tradeoff
 from opacus_memprof.experiments.rows import Row
 
-# By file name; one with {} is drawn for each row, whose name it gets.
+# By file name; a figure with {} is drawn for each row and gets the row's name.
 FIGURES: dict[str, Callable[[Sequence[Row], Path, str], None]] = {
     "memory_breakdown_comparison": breakdown_comparison,
     "memory_timeline": timelines,
@@ -28,7 +28,7 @@ FIGURES: dict[str, Callable[[Sequence[Row], Path, str], None]] = {
 
 
 def draw_figure(name: str, rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Draws one of FIGURES, light and dark. Raises MemprofError where matplotlib is missing or it cannot be written."""
+    """Draws one of FIGURES, light and dark. Raises MemprofError if matplotlib is missing or it cannot be written."""
     paths = []
     for shown in [[row] for row in rows] if "{}" in name else [rows]:
         for theme, suffix in (("light", ""), ("dark", "_dark")):

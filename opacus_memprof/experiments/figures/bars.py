@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horizontal bars, one for each run: what it takes, what it takes more than vanilla, and how long its steps are."""
+"""Horizontal bars, one for each run: its memory, its additional memory compared with vanilla, and its step time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _LABEL_LENGTH = 60  # characters
 
 
 def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """memory_breakdown_comparison.png. Left: each run's peak by category. Right: what it takes more than vanilla."""
+    """Draws memory_breakdown_comparison.png: each run's peak by category, and its additional memory over vanilla's."""
     with saved_figure(path, theme, (14, height(rows))) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         peaks(left, rows, THEMES[theme])
@@ -27,7 +27,7 @@ def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """peak_memory_comparison.png: what each run takes, and how long its steps are."""
+    """Draws peak_memory_comparison.png: each run's memory and step time."""
     with saved_figure(path, theme, (13, height(rows))) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         peaks(left, rows, THEMES[theme])
@@ -36,19 +36,20 @@ def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def height(rows: Sequence[Row]) -> float:
-    """The height in inches of a picture with a bar for each row, and a legend beside them."""
+    """Returns the height in inches of a picture with a bar for each row, and a legend next to them."""
     categories = {category for row in rows for category in row.bytes}
     return max(1.3 + 0.3 * max(len(rows), 4), 0.7 + 0.19 * (len(categories) + 1))
 
 
 def labels(rows: Sequence[Row]) -> list[str]:
-    """The labels of bars."""
+    """Returns the labels of bars."""
     return [shorten_name(row.short_label, _LABEL_LENGTH) for row in rows]
 
 
 def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
-    """Draws the peak of each run by category. The bar of a run that failed is hatched, and the allocation that failed
-    is a dashed bar on top of the bytes in use then.
+    """Draws the peak of each run by category.
+
+    The bar of a failed run is hatched. Its failed allocation is a dashed bar on top of the bytes in use at that time.
     """
     texts = [_peak_text(row) for row in rows]
     failed = [row for row in rows if not row.finished]
@@ -61,7 +62,7 @@ def peaks(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
             axes.barh(place, end, fill=False, hatch="////", edgecolor=theme.accent, linewidth=0)
         if row.failed_allocation is not None:
             in_use = row.failed_allocation.live_bytes
-            wanted = min(row.refused_bytes, highest)  # with all of it no other bar could be seen
+            wanted = min(row.refused_bytes, highest)  # the whole bar would make other bars invisible
             style: dict[str, Any] = {"fill": False, "edgecolor": theme.accent, "linewidth": 1.2, "linestyle": "--"}
             axes.barh(place, wanted, left=in_use, **style)
             end = max(end, in_use + wanted)
@@ -81,7 +82,7 @@ def _peak_text(row: Row) -> str:
 
 
 def overheads(axes: "Axes", rows: Sequence[Row], theme: Theme) -> None:
-    """Draws the bytes by category that each run takes more than vanilla (right) or less (left), and their sum."""
+    """Draws the bytes by category that each run needs more than vanilla (right) or less (left), and their sum."""
     axes.set_title("More than vanilla")
     vanilla = find_vanilla(rows)
     if vanilla is None or len(rows) == 1:

@@ -11,7 +11,7 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import category_color
 
-# Okabe and Ito's colours, which people with colour vision deficiencies can tell apart, and three more.
+# Okabe and Ito's colours, which people with colour vision deficiencies can distinguish, and three more.
 COMPONENT_COLORS = {
     "embedding": "#0072b2",
     "attention": "#e69f00",
@@ -24,7 +24,7 @@ COMPONENT_COLORS = {
     "block": "#7b6fd0",
     "other": "#8e8d96",
 }
-# Of each kind of memory, the colour of its most common category.
+# For each kind of memory, the colour of its most common category.
 TYPE_COLORS = {
     "parameters": category_color("model_parameters"),
     "optimizer": category_color("optimizer_states"),
@@ -84,5 +84,5 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def _outcome(row: Row) -> str:
-    """The suffix of a label: "" for a run that finished."""
+    """Returns the suffix of a label: "" for a run that finished."""
     return "" if row.finished else " (OOM)" if row.ran_out_of_memory else f" ({row.outcome})"

@@ -18,7 +18,7 @@ Key = tuple[int, int, int, int]  # LoRA rank (0: none), logical batch, sequence 
 
 
 def rows_by_sizes(rows: Sequence[Row]) -> dict[Key, Row]:
-    """The rows by their sizes."""
+    """Returns the rows by their sizes."""
     by_sizes = {}
     for row in rows:
         config = Configuration.from_json(dict(row.result.config))
@@ -27,7 +27,7 @@ def rows_by_sizes(rows: Sequence[Row]) -> dict[Key, Row]:
 
 
 def memory_heatmap(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """Draws a square for each configuration; those that ran out of memory are hatched and have no colour."""
+    """Draws a square for each configuration. Configurations that ran out of memory are hatched and have no colour."""
     cells = rows_by_sizes(rows)
     ranks, batches, lengths, physical = (sorted(set(axis)) for axis in zip(*cells, strict=True))
     finished = [row.total_bytes for row in rows if row.finished]

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-# The places of a label relative to its point, in points (1/72 inch); the first that is free is used.
+# The positions of a label relative to its point, in points (1/72 inch); the first free one is used.
 _BESIDE = [(9, 0, "left"), (-9, 0, "right"), (0, 22, "center"), (0, -22, "center")]
 _AWAY = [(dx, dy, "left" if dx > 0 else "right") for dy in (20, -20, 40, -40, 60, -60, 80, -80) for dx in (12, -12)]
-_DOT = 6  # half as wide as a point, in points
+_DOT = 6  # half the width of a point, in points
 
 
 def place_labels(axes: "Axes", x: Sequence[float], y: Sequence[float], labels: Sequence[str]) -> None:
-    """Labels points. A label that is not beside its point gets a line to it."""
+    """Labels points. A label that is not next to its point gets a line to it."""
     from matplotlib.transforms import Bbox
 
     axes.figure.canvas.draw()  # text has no size before

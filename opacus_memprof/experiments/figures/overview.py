@@ -53,12 +53,12 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def varied_sizes(rows: Sequence[Row]) -> list[str]:
-    """The sizes in Cell.varied that have more than one value."""
+    """Returns the sizes in Cell.varied that have more than one value."""
     return [size for size in Cell.varied if len({_value(row, size) for row in rows}) > 1]
 
 
 def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
-    """The rows that differ only in `size`, as lines of (size, row) in ascending order. Rows need a peak."""
+    """Returns the rows that differ only in `size`, as lines of (size, row) in ascending order. Rows need a peak."""
     lines: dict[tuple[int, ...], Line] = defaultdict(list)
     for row in rows:
         if row.peak:
@@ -72,8 +72,9 @@ def _value(row: Row, size: str) -> int:
 
 
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
-    """Draws a line for each combination of the other sizes. Colours stand for the one with most values, markers for the
-    next, dashes for the last.
+    """Draws a line for each combination of the other sizes.
+
+    Colours stand for the size with most values, markers for the next, dashes for the last.
     """
     ordered = sorted(others, key=lambda other: -len(others[other]))
     styles = {other: _line_styles(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
@@ -101,7 +102,7 @@ _KINDS = ("color", "marker", "linestyle")
 
 
 def _line_styles(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str, Any]]:
-    """The styles of lines by a size's value."""
+    """Returns the styles of lines by a size's value."""
     if kind == "color":
         from matplotlib import colormaps
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws memory by category over the time of runs.
 
-Time is counted in events of the allocator. In seconds, a GPU's picture would be of the host's waiting: it allocates all
-of a forward in a few milliseconds, and then waits for the device.
+Time is counted in events of the allocator. In seconds, a GPU's picture would mostly show the host waiting: it allocates
+all of a forward in a few milliseconds, and then waits for the device.
 """
 
 import math
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _AXIS = "allocations, frees and retags since training began"
-_LINE = 0.12  # inches that a name takes beside its mark
+_LINE = 0.12  # inches that a name needs next to its mark
 _STRIP = (0.94, 1.0)  # of the height: the phases
 
 
 def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """Draws a panel for each run, on the same scale of bytes: live bytes by category while it trains, and its phases.
+    """Draws a panel for each run, on the same scale of bytes: live bytes by category, and phases.
+
     Set-up is shown only if the peak is in it.
     """
     columns = 1 if len(rows) <= 6 else 2 if len(rows) <= 12 else 3
@@ -62,7 +63,8 @@ def _title(row: Row) -> str:
 
 
 def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
-    """Draws stacked categories, the peak, the allocation that failed, and above them the phases. Returns the phases.
+    """Draws stacked categories, the peak, the failed allocation, and above them the phases. Returns the phases.
+
     Events count from the end of set-up.
     """
     axes.set_title(_title(row))
@@ -94,7 +96,7 @@ def _panel(axes: "Axes", row: Row, theme: Theme) -> Sequence[str]:
 
 
 def _stage_ends(result: ExperimentResult) -> dict[str, int]:
-    """The last event of each stage of set-up."""
+    """Returns the last event of each stage of set-up."""
     ends = {}
     for snapshot in result.snapshots:
         stage = snapshot.name.partition("_")[2]

@@ -11,7 +11,7 @@ from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, saved_figure
 from opacus_memprof.reports.palette import THEMES, category_color
 
-_MAX_NAMED = 8  # with more points, names are in a list beside them
+_MAX_NAMED = 8  # with more points, names are in a separate list
 
 
 def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
@@ -47,18 +47,18 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             color = palette.text if all(row.finished for row in rows) else palette.accent
             place: dict[str, Any] = {"loc": "outside lower left", "ncols": 1 if len(missing) <= _MAX_NAMED else 3}
             figure.legend([Line2D([], [])] * len(missing), missing, handlelength=0, labelcolor=color, **place)
-        place_labels(axes, times, totals, names)  # in what room the lists leave
+        place_labels(axes, times, totals, names)  # in the space that the lists leave
 
 
 def _without_time(row: Row) -> str:
-    """A line on a run that has no point. Those on a virtual GPU finish without a time."""
+    """Returns a line on a run that has no point. Runs on a virtual GPU finish without a time."""
     return f"{row.short_label}: " + (f"{format_bytes(row.total_bytes)}, no time" if row.finished else row.outcome)
 
 
 def _one_label_a_place(
     times: Sequence[float], totals: Sequence[int], numbers: Sequence[str]
 ) -> tuple[list[float], list[int], list[str]]:
-    """The first of all points that lie on one another, in a grid of 40 x 40 places, with the numbers of them all."""
+    """Returns the first of all points at the same position, in a grid of 40 x 40 positions, with all their numbers."""
     places: dict[tuple[int, int], list[int]] = {}
     for index, (time, total) in enumerate(zip(times, totals, strict=True)):
         place = int(40 * time / max(times)), int(40 * total / max(totals))
