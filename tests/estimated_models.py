@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from opacus.layers import DPGRU, DPLSTM
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
 from tests.planted_models import Adapted, Transformer, llama, tagger
@@ -29,7 +29,7 @@ class EstimatedModel:
         optimizer: its class.
         dtype: of the parameters.
         autocast: whether the forward runs under autocast to bfloat16.
-        modes: those that can train it.
+        modes: those that can train it; "adopted" is hooks with adopt_grad_samples.
     """
 
     build: Callable[[], nn.Module]
@@ -89,6 +89,51 @@ class Residual(nn.Module):
         return torch.relu(x + self.norm2(self.second(y)))
 
 
+class Repeated(nn.Module):
+    """A Linear layer that runs three times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(width, width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.relu(self.layer(x))
+        return self.head(x)
+
+
+class VisionTransformer(nn.Module):
+    """A model with parameters of its own, all of which Opacus then samples by functorch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, width)), nn.Parameter(torch.zeros(1, 65, width))
+        self.patches = nn.Linear(192, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.positions
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x[:, 0])
+
+
+class Scaled(nn.Module):
+    """A residual block with a parameter of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.second(torch.relu(self.first(x)))
+
+
 def vectors(width: int, classes: int) -> Batch:
     return lambda n: (torch.zeros(n, width), torch.zeros(n, dtype=torch.long))
 
@@ -123,6 +168,7 @@ def text(**sizes: int) -> dict[str, int]:
 
 
 ADAM, BF16 = torch.optim.AdamW, torch.bfloat16
+ALL = ("hooks", "ghost", "flash_clip")
 NOT_GHOST = ("hooks", "flash_clip")  # Opacus refuses tied parameters in ghost clipping
 TAGS = {"vocabulary": 2000, "width": 512, "layers": 4, "out": 1000}
 
@@ -226,5 +272,23 @@ MODELS: dict[str, EstimatedModel] = {
     ),
     "LSTM in both directions": EstimatedModel(
         lambda: Recurrent(DPLSTM, 256, bidirectional=True), tokens(64, labelled=True), 32, ADAM
+    ),
+    "LSTM of characters": EstimatedModel(
+        lambda: Recurrent(DPLSTM, 128), tokens(64, labelled=True), 512, modes=(*ALL, "adopted")
+    ),
+    "RNN": EstimatedModel(lambda: Recurrent(DPRNN, 700), tokens(30, labelled=True), 64, modes=(*ALL, "adopted")),
+    "a layer that runs three times": EstimatedModel(lambda: Repeated(1024), vectors(1024, 10), 64, modes=NOT_GHOST),
+    "vision transformer": EstimatedModel(
+        lambda: VisionTransformer(256),
+        lambda n: (torch.zeros(n, 64, 192), torch.zeros(n, dtype=torch.long)),
+        32,
+        ADAM,
+        modes=(*ALL, "adopted"),
+    ),
+    "blocks with parameters of their own": EstimatedModel(
+        lambda: nn.Sequential(nn.Linear(512, 512), *[Scaled(512) for _ in range(4)], nn.Linear(512, 10)),
+        vectors(512, 10),
+        128,
+        modes=(*ALL, "adopted"),
     ),
 }

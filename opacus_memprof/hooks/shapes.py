@@ -16,6 +16,7 @@ from opacus.grad_sample import (
     GradSampleHooksNoOp,
     GradSampleModuleExpandedWeights,
 )
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -74,8 +75,20 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
             size = sum(parameter.nbytes for parameter in trained.values())
             weight = shape.weight - own["weight"].numel()
             shapes.modules[name] = replace(shape, bytes=size, weight=weight, tied_to=tied_to)
+    for name, module in named:
+        inside = [each for each in shapes.modules if each == name or each.startswith(f"{name}." if name else "")]
+        if _is_sampled_whole(module) and any(shapes.modules[each].sampled_in is None for each in inside):
+            shapes.modules |= {each: replace(shapes.modules[each], sampled_in=name) for each in inside}
     shapes.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
     return True
+
+
+def _is_sampled_whole(module: nn.Module) -> bool:
+    """Returns whether Opacus computes per-sample gradients of the module and of all inside of it by functorch, as it
+    does where a module of an unknown class has parameters of its own.
+    """
+    has_own = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return has_own and type(module) not in (*GradSampleHooks.GRAD_SAMPLERS, DPGRU, DPLSTM, DPRNN)
 
 
 def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:

@@ -25,6 +25,8 @@ class LayerShape:
         norm_sampler: whether Opacus has a norm sampler for this class, for ghost clipping.
         tied_to: the module to which the weight is assigned, if this module shares it; rows and columns are still the
             weight's.
+        sampled_in: the module around this one, or this one, that has parameters of its own and no sampler, so that
+            Opacus computes per-sample gradients of all of it at once by functorch. None if a sampler knows this class.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class LayerShape:
     groups: int = 1
     kernel_positions: int = 1
     tied_to: str = ""
+    sampled_in: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer shapes are those of one model, whatever other models are attached, run and detached beside it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,26 @@ def test_parameters_of_several_modules_count_once(tmp_path: Path) -> None:
     assert (shapes.modules["second"].rows, shapes.modules["second"].columns) == (8, 8)
     inner = shapes.forwards["cell.l0.hh"]
     assert (inner.calls, inner.tokens, inner.input_bytes, inner.output_bytes) == (5, 5, 5 * 2 * 8 * 4, 5 * 2 * 32 * 4)
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own, which Opacus samples by functorch together with the layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
+@pytest.mark.parametrize("build", [Scaled, Tied, lambda: nn.Sequential(nn.Linear(8, 8), Scaled(), nn.LayerNorm(8))])
+def test_layers_are_sampled_where_opacus_hooks_them(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    private = GradSampleModule(build())
+    names = {module: name for name, module in private._module.named_modules()}
+    hooked = {names[module] for module in private.iterate_submodules(private._module)}
+    with opacus_memprof.profile(tmp_path, device="cpu") as session:
+        session.attach(private)
+        shapes = observations.layer_shapes().modules
+    sampled = {name if shape.sampled_in is None else shape.sampled_in for name, shape in shapes.items()}
+    assert sampled == hooked - {name for name in hooked if isinstance(private._module.get_submodule(name), DPLSTM)}

@@ -28,9 +28,26 @@ class FlashClip:
 
     def kept_bytes(self, n: int) -> int:
         """The bytes that are kept from the layer's backward until its clipped sum is formed."""
+        return self._pair_bytes(n) + self.new_bytes(n)
+
+    def kept_calls(self, n: int) -> int:
+        """The number of the layer's calls whose pairs are kept. If it runs several times, pairs of calls become
+        per-sample gradients whenever they are larger than these; the last calls' pairs can be left.
+        """
+        calls = self.layer.forward.calls
+        if calls == 1 or not self.layer.module.rows or self.layer.module.kind == "Embedding":
+            return calls if self.keeps_pair(n) else 0
+        return calls % (self._calls_until_formed() + 1)
+
+    def _calls_until_formed(self) -> int:
+        """The most calls whose pairs are not larger than per-sample gradients."""
         forward = self.layer.forward
-        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, n) if self.keeps_pair(n) else 0
-        return pair + self.new_bytes(n)
+        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) // forward.calls
+        return self.layer.module.rows * self.layer.module.columns * forward.element_bytes // max(pair, 1)
+
+    def _pair_bytes(self, n: int) -> int:
+        forward = self.layer.forward
+        return self.layer.scale(forward.input_bytes + forward.output_bytes, n) * self.kept_calls(n) // forward.calls
 
     def shared_bytes(self, n: int) -> int:
         """The part of `kept_bytes` that is also in the previous layer's activations: the input, if it is that layer's
@@ -62,6 +79,9 @@ class FlashClip:
             return self._normalized(n)
         if module.kind == "Embedding":
             return self._embedding_norms(n)
+        if layer.repeated_forward:
+            sample = 4 * layer.scale(forward.input_bytes + forward.output_bytes, 1) + module.bytes
+            return layer.scale(layer.repeated_forward, max(cost.fit(WORKSPACE_BYTES, sample, n), 1))
         if not module.rows:
             return 0
         choice = self._choice(n, keep)
@@ -85,14 +105,19 @@ class FlashClip:
 
     def forms_gradients(self, n: int) -> bool:
         """Whether matrix products form the weight's per-sample gradients."""
+        if self.layer.repeated_forward:
+            return True
         return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
 
     def merged_norm_temporaries(self, n: int) -> int:
         """The temporaries of the norms of a layer that runs several times: the pairs of its calls in one, for as many
         samples at a time as fit into half of the workspace.
         """
-        forward = self.layer.forward
-        pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) if self.keeps_pair(n) else 0
+        calls = self.kept_calls(n)
+        if calls < self.layer.forward.calls:  # the gradients of each call left are formed and added to a copy of others
+            formed = self.layer.module.weight * cost.accumulated_itemsize(self.layer.forward.element_bytes)
+            return 3 * formed * max(cost.fit(WORKSPACE_BYTES, 2 * formed, n), 1) if calls else 0
+        pair = self._pair_bytes(1)
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
         return samples * pair + (self.norm_temporaries(samples) if pair else 0)
 
@@ -153,8 +178,10 @@ class FlashClip:
 
     def keeps_pair(self, n: int) -> bool:
         """Whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
-        kind = self.layer.module.kind
-        return kind == "Embedding" or (bool(self.layer.module.rows) and self._choice(n, True).keep == "pair")
+        module, calls = self.layer.module, self.layer.forward.calls
+        if calls > 1 and module.rows and module.kind != "Embedding":
+            return calls <= self._calls_until_formed()
+        return module.kind == "Embedding" or (bool(module.rows) and self._choice(n, True).keep == "pair")
 
     def _choice(self, n: int, keep: bool) -> cost.Choice:
         forward, module = self.layer.forward, self.layer.module

@@ -38,6 +38,7 @@ class Layer:
         residual_gradient: the gradient of a residual stream that lives through the module's backward.
         saved_before: the part of `activations` that was saved before the module's forward began.
         largest_square: the largest block of `saved_before` that can be attention weights, tokens by tokens.
+        repeated_forward: what the sampler keeps of a forward that it runs again.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Layer:
     residual_gradient: int = 0
     saved_before: int = 0
     largest_square: int = 0
+    repeated_forward: int = 0
 
     @property
     def elements(self) -> int:
@@ -135,7 +137,7 @@ class Layer:
             return max(inputs + unfolded, unfolded + results, result)
         if self.module.kind in NORMS:
             return max(2 * self.scale(forward.output_bytes, n), result)
-        return max(formed + workspace, result)
+        return max(formed + workspace + self.scale(self.repeated_forward, n), result)
 
     def ghost_norms(self, n: int, workspace: int = 0) -> int:
         """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²

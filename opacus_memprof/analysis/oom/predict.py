@@ -180,6 +180,12 @@ class Case:
         reached_phase = _PHASE_ORDER.index(failure.phase) if failure.phase in _PHASE_ORDER else -1
         order = [layer.name for layer in step.layers]
         reached_layer = order.index(failure.module) if failure.module in order else len(order)
+
+        def position(name: str) -> int:
+            """Of a layer, or of the first of those that are sampled together."""
+            together = (layer.name for layer in step.layers if layer.module.sampled_in == name)
+            return order.index(name if name in order else next(together))
+
         keeps = step.keeps_gradients and gradients == "kept"
         changed = step.with_changes(keeps_gradients=keeps, drops_gradients=gradients == "dropped")
         leftovers = self._leftover_part() if with_leftovers else {}
@@ -187,7 +193,7 @@ class Case:
             phase = _PHASE_ORDER.index(instant.phase)
             if phase < reached_phase:
                 continue
-            if phase == reached_phase and "backward" in instant.phase and order.index(instant.module) > reached_layer:
+            if phase == reached_phase and "backward" in instant.phase and position(instant.module) > reached_layer:
                 continue
             yield replace(instant, parts={**instant.parts, **leftovers})
 

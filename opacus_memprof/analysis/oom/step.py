@@ -14,6 +14,7 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.clipping.cost import draws_in_place
 
 PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
+_OPACUS_SAMPLERS = ("hooks", "functorch", "ghost", "fast")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class Step:
         """The instants of the step with a physical batch of n samples. `accumulates`: it is part of a logical batch,
         whose clipped sums live through all parts.
         """
+        if self.mode in _OPACUS_SAMPLERS and any(layer.module.sampled_in is not None for layer in self.layers):
+            yield from replace(self, layers=_as_sampled(self.layers)).instants(n, accumulates=accumulates)
+            return
         base = {"resident": self.resident, "optimizer_states": self.states, "output": self._scale(self.output, n)}
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
         if self.mode in ("ghost", "fast"):
@@ -177,7 +181,8 @@ class Step:
 
     def _product_workspace(self, layer: Layer) -> int:
         """CuBLAS' workspace, while the matrix products of a layer's backward run."""
-        return self.workspace if layer.module.rows and layer.module.kind != "Embedding" else 0
+        multiplies = layer.module.rows or layer.repeated_forward
+        return self.workspace if multiplies and layer.module.kind != "Embedding" else 0
 
     def _sampler(self, layer: Layer, n: int, copies: bool) -> int:
         return layer.sampler(n, copies=copies, workspace=self._product_workspace(layer))
@@ -265,7 +270,7 @@ class Step:
         """
         yield self._loss_backward(n, 0)
         live = self._activations(n) + self._scale(self.inputs, n)
-        layers = [(layer, FlashClip(layer, in_registers=self.on_gpu)) for layer in self.layers]
+        layers = [(layer, FlashClip(self._repeating(layer), in_registers=self.on_gpu)) for layer in self.layers]
         kept = counted_twice = 0
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
@@ -276,7 +281,7 @@ class Step:
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
-            workspace = self._product_workspace(layer) if clip.forms_gradients(n) else 0
+            workspace = self._product_workspace(clip.layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
             yield Instant("backward", layer.name, in_norms)
             after = {**parts, "activations": own - (0 if clip.keeps_pair(n) else layer.input_before(n))}
@@ -294,19 +299,34 @@ class Step:
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}
             parts = {"per_sample_gradients": kept, "library_workspace": self.workspace, **sums}
-            # The sum of another use of a weight is formed before it is added to the first one's.
-            use = 4 * layer.module.rows * layer.module.columns if layer.module.tied_to or layer.is_repeated else 0
+            # The sum of another use of a weight is formed before it is added to the first one's. Of a third one, the
+            # sum so far is live until then, too.
+            uses = 2 if layer.is_repeated else 1 if layer.module.tied_to else 0
+            use = uses * 4 * layer.module.rows * layer.module.columns
             yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n) + use})
             kept -= self._kept(layer, clip, n)
             summed += 0 if accumulates else layer.sum_bytes
+
+    def _repeating(self, layer: Layer) -> Layer:
+        """The layer, with what flash_clip keeps of the forward that it repeats if the layer has others inside. Those do
+        not save their inputs then, because their weights need no gradients.
+        """
+        inside = [each for each in self.layers if each.name.startswith(f"{layer.name}." if layer.name else "")]
+        inside = [each for each in inside if each is not layer]
+        if not inside:
+            return layer
+        inputs = sum(min(each.forward.input_bytes, each.activations) for each in inside if each.module.rows)
+        passed = max(each.passed_gradients(each.forward.samples, False) for each in inside)
+        kept = sum(each.activations for each in inside) - inputs + layer.activations
+        return replace(layer, repeated_forward=max(kept, 0) + passed)
 
     def _summed(self) -> int:
         """The bytes of all clipped sums."""
         return sum(layer.sum_bytes for layer in self.layers) if self.mode == "flash_clip" else self.trained
 
     def _kept(self, layer: Layer, clip: FlashClip, n: int) -> int:
-        shared = layer.scale(layer.forward.output_bytes, n) if self._adds_outputs(layer) and clip.keeps_pair(n) else 0
-        return clip.kept_bytes(n) - shared
+        outputs = layer.scale(layer.forward.output_bytes, n) if self._adds_outputs(layer) else 0
+        return clip.kept_bytes(n) - outputs * clip.kept_calls(n) // layer.forward.calls
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
         """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
@@ -325,6 +345,8 @@ class Step:
         is_view = self.mode == "flash_clip" and summed == trained  # flash_clip's p.grad, of summed_grad
         gradients = 0 if is_view else trained
         in_clip = 0 if self.drops_gradients else gradients
+        if self.mode in PER_SAMPLE_MODES:
+            parts["library_workspace"] = self.workspace  # of the products that clip
         yield Instant("clip", "", {**parts, "gradients": in_clip, "clipping_temporaries": casts})
         in_noise = trained if self.drops_gradients else gradients
         noise = 2 * self.largest
@@ -332,3 +354,41 @@ class Step:
             noise = 0 if self.on_gpu and draws_in_place(self.largest) else self.largest
         yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": noise})
         yield Instant("optimizer_step", "", {**parts, "gradients": gradients, "optimizer_temporaries": self.update})
+
+
+def _as_sampled(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, with those that Opacus samples together as one, in the place of the first of them. functorch repeats
+    their forward, and holds what that keeps and its gradients until it returns.
+    """
+    parts: dict[tuple[bool, str], list[Layer]] = {}
+    for layer in layers:
+        together = layer.module.sampled_in
+        name = layer.name if together is None else together
+        parts.setdefault((together is not None, name), []).append(layer)
+    return [_merge(name, inside) if merges else inside[0] for (merges, name), inside in parts.items()]
+
+
+def _merge(name: str, layers: Sequence[Layer]) -> Layer:
+    first, last = layers[0], layers[-1]
+    module = replace(
+        first.module,
+        kind="functorch",
+        bytes=sum(layer.module.bytes for layer in layers),
+        weight=sum(layer.elements for layer in layers),
+        bias=0,
+        rows=0,
+        columns=0,
+        norm_sampler=False,
+        tied_to="",
+        sampled_in=None,
+    )
+    return Layer(
+        name,
+        module,
+        replace(first.forward, output_bytes=last.forward.output_bytes // last.forward.calls, calls=1),
+        sum(layer.activations for layer in layers),
+        largest=max(layer.largest for layer in layers),
+        residual_gradient=max(layer.residual_gradient for layer in layers),
+        saved_before=first.saved_before,
+        repeated_forward=2 * sum(layer.activations for layer in layers),
+    )

@@ -2,7 +2,7 @@
 """Trains tests.estimated_models on a virtual GPU in each mode, and once in the mode hooks with too little memory.
 
 Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, and the requested peak of
-the run in that mode.
+the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results (adopt_grad_samples).
 """
 
 import gc
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 import opacus_memprof  # noqa: E402
 from opacus_memprof.analysis.oom import failure_report  # noqa: E402
 from opacus_memprof.analysis.oom.predict import Case  # noqa: E402
+from opacus_memprof.clipping import adopt_grad_samples  # noqa: E402
 from opacus_memprof.pytest_plugin.clean_session import empty_caches  # noqa: E402
 from tests.estimated_models import MODELS, EstimatedModel  # noqa: E402
 from tests.models import MeanCrossEntropy  # noqa: E402
@@ -30,6 +31,13 @@ LIMIT = 0.7  # of the peak in the mode hooks
 
 
 def train(chosen: EstimatedModel, mode: str) -> None:
+    if mode == "adopted":
+        restore = adopt_grad_samples()
+        try:
+            train(chosen, "hooks")
+        finally:
+            restore()
+        return
     model = chosen.build().to(chosen.dtype).cuda().train()
     inputs, targets = chosen.batch(2 * chosen.samples)
     inputs = inputs.to(chosen.dtype) if inputs.is_floating_point() else inputs
@@ -80,6 +88,8 @@ def predicted_peak(case: Case, mode: str) -> int:
     if mode == case.shapes.mode:
         return case.peak().bytes
     assert case.step is not None
+    if mode == "adopted":
+        return case.peak_of(case.step.with_changes(copies_samples=False)).bytes
     keeps = case.step.keeps_gradients and mode != "flash_clip"
     return case.peak_of(case.step.with_changes(mode=mode, keeps_gradients=keeps)).bytes
 
