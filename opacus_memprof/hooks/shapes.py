@@ -84,8 +84,9 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
 
 
 def _is_sampled_whole(module: nn.Module) -> bool:
-    """Returns whether Opacus computes per-sample gradients of the module and of all inside of it by functorch, as it
-    does where a module of an unknown class has parameters of its own.
+    """Returns whether Opacus computes per-sample gradients of the module and of all inside of it by functorch.
+
+    It does so where a module of an unknown class has parameters of its own.
     """
     has_own = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return has_own and type(module) not in (*GradSampleHooks.GRAD_SAMPLERS, DPGRU, DPLSTM, DPRNN)
