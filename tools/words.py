@@ -16,7 +16,7 @@ ROOMS = (
     "clipping experiments hooks integrations jobs loop_check planning profiles pytest_plugin recording running session"
 )
 ROOMS += " toolkit"
-PLACES += [f"opacus_memprof/{room}" for room in ROOMS.split()]
+PLACES += [f"opacus_memprof/{room}" for room in ROOMS.split()] + ["csrc/clipping", "csrc/core"]
 PLACES += ["pyproject.toml", *(path.name for path in ROOT.glob("*.md"))]
 # Results are what programs printed; so is planning.md's example, whose sentence the package has to change first.
 SKIPPED = re.compile(r"tools/words\.py|docs/planning\.md|docs/results/(?!README)")

@@ -16,10 +16,11 @@ namespace {
 
 using Sizes = std::vector<std::int64_t>;
 
-// x with zeros around it. constant_pad_nd does the same, in five times as many operations.
+// Returns x with zeros around it. constant_pad_nd does the same, with five times as many
+// operations.
 at::Tensor padded(const at::Tensor& x, at::IntArrayRef pads) {
   Sizes sizes = x.sizes().vec();
-  std::int64_t first = 0;  // element of x in the result
+  std::int64_t first = 0;  // index of the first element of x in the result
   Sizes strides(sizes.size());
   std::int64_t stride = 1;
   for (std::size_t i = sizes.size(); i-- > 0;) {

@@ -24,7 +24,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// A pointer to a new node, of the kind that this torch's graphs are made of.
+// A pointer to a new node, of the type that this version of torch uses in graphs.
 template <typename T, typename... Arguments>
 auto make_node(Arguments&&... arguments) {
   if constexpr (std::derived_from<T, c10::intrusive_ptr_target>) {
@@ -35,8 +35,8 @@ auto make_node(Arguments&&... arguments) {
   }
 }
 
-// No autocast while it lives: backward may be called under it, and the input has been cast in
-// forward already.
+// Disables autocast while it lives: backward may be called under autocast, but the input has
+// already been cast in forward.
 class WithoutAutocast {
  public:
   explicit WithoutAutocast(at::DeviceType device)
@@ -54,7 +54,7 @@ class WithoutAutocast {
   bool was_enabled_;
 };
 
-// The gradient, of which no second derivative can be taken.
+// Returns the gradient, of which no second derivative can be computed.
 at::Tensor once_differentiable(const at::Tensor& gradient) {
   if (!gradient.requires_grad()) return gradient;
   const auto error = make_node<torch::autograd::Error>(
@@ -74,7 +74,7 @@ class GradientTap final : public Node {
   ~GradientTap() override {
     pybind11::handle receive = receive_.release();
     pybind11::handle call = call_.release();
-    if (Py_IsInitialized() == 0) return;  // at exit they go with the interpreter
+    if (Py_IsInitialized() == 0) return;  // at exit they are freed with the interpreter
     const pybind11::gil_scoped_acquire gil;
     receive.dec_ref();
     call.dec_ref();

@@ -9,14 +9,14 @@
 
 namespace opacus_memprof::clipping {
 
-// `output` with a node of its own in the graph, which is the identity: its backward calls
-// `receive(call, input, gradient)` with the output's gradient. Not a view of `output`, so that an
-// in-place activation may follow.
+// Returns `output` with a new node in the graph, which is the identity. Its backward calls
+// `receive(call, input, gradient)` with the output's gradient. The result is not a view of
+// `output`, so that an in-place activation may follow.
 //
-// `anchor` makes the result require grad where `output` does not. `input` is saved through
-// autograd, so that activation checkpointing, saved-tensor hooks and the check for in-place changes
-// apply to it as to any activation, and it is freed after the backward; `receive` gets None where
-// there is none.
+// `anchor` makes the result require grad if `output` does not. `input` is saved through autograd,
+// so that activation checkpointing, saved-tensor hooks and the check for in-place changes apply to
+// it as to any activation, and it is freed after the backward. `receive` gets None if there is no
+// input.
 at::Tensor tap_gradient(const at::Tensor& output, const std::optional<at::Tensor>& anchor,
                         const std::optional<at::Tensor>& input, pybind11::object receive,
                         pybind11::object call);

@@ -33,7 +33,7 @@ std::uint64_t hash_of_operation(const Node& node, std::int64_t batch) {
   const std::size_t kind = std::hash<std::string_view>{}(typeid(node).name());
   if (kind == kCustom) return mix(1, std::hash<std::string>{}(node.name()));
   std::uint64_t hash = mix(2, kind);
-  // A parameter's first dimension may be the size of a batch by chance.
+  // A parameter's first dimension may equal the batch size by chance.
   if (dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) != nullptr ||
       node.num_inputs() == 0)
     return hash;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python face of what flash_clip does for each layer; definitions only.
+// Python bindings of the code that flash_clip runs for each layer; definitions only.
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>

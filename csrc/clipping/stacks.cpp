@@ -20,10 +20,10 @@ namespace opacus_memprof::clipping {
 
 namespace {
 
-// The sum of function(number) over all numbers.
+// Returns the sum of function(number) over all numbers.
 template <typename T, typename Function>
 double sum_of(std::span<const T> numbers, const Function& function) {
-  constexpr std::size_t kParts = 8;  // that do not wait for one another
+  constexpr std::size_t kParts = 8;  // independent partial sums
   std::array<double, kParts> parts{};
   const std::size_t whole = numbers.size() / kParts * kParts;
   for (std::size_t i = 0; i < whole; i += kParts) {
@@ -55,7 +55,7 @@ void find_weighted_sum(const at::Tensor& stack, std::span<const T> factors, T* t
   }
 }
 
-// Of one sample, [T, features].
+// For one sample, [T, features].
 template <typename T>
 void find_layer_norm_gradients(std::span<const T> input, std::span<const T> gradient, double eps,
                                std::span<T> of_weight, std::span<T> of_bias) {

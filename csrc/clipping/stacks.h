@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small per-sample gradients on the CPU, and norms and clipped sums of many layers' at once: a call
-// into torch for each takes longer than the numbers. On CUDA kernels do it
+// Small per-sample gradients on the CPU, and norms and clipped sums of many layers at once: a call
+// into torch for each takes longer than the computation. On CUDA, kernels do the same
 // (clipping/kernels/stacks.py).
 #pragma once
 
@@ -14,15 +14,16 @@ namespace opacus_memprof::clipping {
 // All tensors have one dtype, float32 or float64. Sums are accumulated in float64. Stacks are [N,
 // ...], contiguous and not empty.
 
-// The squared norms of every stack[n], [stacks, N], in the dtype of the stacks.
+// Returns the squared norms of every stack[n], [stacks, N], in the dtype of the stacks.
 at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks);
 
-// The sum of factors[n] stack[n] of each stack, in `dtype`. `factors` has the dtype of the stacks.
+// Returns the sum of factors[n] stack[n] for each stack, in `dtype`. `factors` has the dtype of the
+// stacks.
 std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
                                           const at::Tensor& factors, at::ScalarType dtype);
 
-// The per-sample gradients of a layer norm's weight and bias, [N, features] each, from its input
-// and the gradient of its output, [N, T, features], both contiguous.
+// Returns the per-sample gradients of a layer norm's weight and bias, [N, features] each, from its
+// input and the gradient of its output, [N, T, features], both contiguous.
 std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& input,
                                                            const at::Tensor& gradient, double eps);
 

@@ -31,7 +31,8 @@ bool are_alike(const Tensors& one, const Tensors& other, bool whole_shapes) {
 
 using Pair = std::pair<at::Tensor, at::Tensor>;
 
-// Whether a token's neighbours lie beside it, and not its features: of convolutions.
+// Returns whether adjacent elements belong to adjacent tokens rather than features, as in
+// convolutions.
 bool is_by_feature(const at::Tensor& x) {
   return x.dim() == 3 && x.stride(1) == 1 && x.stride(2) != 1;
 }
@@ -44,16 +45,16 @@ bool is_low_precision(const at::Tensor& x) {
   return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
 }
 
-// Whether torch multiplies such matrices into float32, and two of them add up to a scaled one: the
-// exponents of float16 do not reach as far as float32's.
+// Returns whether a scaled operand is multiplied as the sum of two matrices of this dtype, into
+// float32. The exponents of float16 have a smaller range than float32's.
 bool is_split(const at::Tensor& x) { return x.is_cuda() && x.scalar_type() == at::kBFloat16; }
 
-// The bytes of what forming the product copies.
+// Returns the bytes of the copies that forming the product makes.
 std::int64_t copied_bytes(const at::Tensor& narrow, const at::Tensor& wide) {
   const std::int64_t folded = is_by_feature(wide) ? bytes_of(wide) : 0;
   if (!is_low_precision(narrow)) return bytes_of(narrow) + folded;
-  if (is_split(narrow)) return 4 * bytes_of(narrow) + folded;  // in float32, and its two parts
-  return 2 * (bytes_of(narrow) + bytes_of(wide));              // both in float32
+  if (is_split(narrow)) return 4 * bytes_of(narrow) + folded;  // in float32, and as two numbers
+  return 2 * (bytes_of(narrow) + bytes_of(wide));              // both operands in float32
 }
 
 bool is_one_product(const Pair& pair, const Pair& first, std::int64_t most) {
@@ -68,15 +69,15 @@ bool is_one_product(const Pair& pair, const Pair& first, std::int64_t most) {
 
 at::Tensor as_stored(const at::Tensor& x) { return is_by_feature(x) ? x.permute({2, 0, 1}) : x; }
 
-// x [N, ..., features], stored as `as_stored(x)`, as a matrix [features, all else].
+// Returns x [N, ..., features], stored as `as_stored(x)`, as a matrix [features, all else].
 at::Tensor folded(const at::Tensor& x, const at::Tensor& stored) {
   const std::int64_t features = x.size(-1);
   if (is_by_feature(x)) return stored.reshape({features, -1});
   return stored.reshape({-1, features}).t();
 }
 
-// Each sample of `as_stored(x)` times its factor, in the factors' dtype: float32 for low precision,
-// which would round each number anew.
+// Returns each sample of `as_stored(x)` times its factor, in the factors' dtype: float32 for low
+// precision, which would round each number again.
 at::Tensor scaled(const at::Tensor& x, const at::Tensor& factors) {
   const at::Tensor stored = as_stored(x);
   std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
@@ -122,7 +123,7 @@ struct TablesOfGraph {
   std::vector<std::pair<at::Tensor, at::Tensor>> tables;
 
   at::Tensor add(const at::Tensor& rows) {
-    constexpr std::int64_t aligned = 16;  // numbers; kernels are compiled for aligned tables
+    constexpr std::int64_t aligned = 16;  // numbers; kernels are compiled for this alignment
     const std::lock_guard<std::mutex> lock(mutex);
     TORCH_CHECK(used + rows.numel() <= memory.numel(), "too many small gradients for one graph");
     at::Tensor table = memory.narrow(0, used, rows.numel()).view(rows.sizes());
@@ -137,7 +138,7 @@ TablesOfGraph& tables_of_graph() {
   return tables;
 }
 
-// The numbers on the device, for which the host does not wait.
+// Returns the numbers on the device. The host does not wait.
 at::Tensor table_on(const at::Device& device, const std::vector<std::int64_t>& numbers,
                     std::int64_t columns) {
   const auto rows = static_cast<std::int64_t>(numbers.size()) / columns;
@@ -241,7 +242,7 @@ std::vector<at::Tensor> empty_sums(const std::vector<at::Tensor>& stacks, at::Sc
 NormalNumbers reserve_normal(const std::vector<at::Tensor>& sums,
                              const std::optional<at::Generator>& generator,
                              std::int64_t most_threads, std::int64_t threads_of_program) {
-  constexpr std::int64_t threads_of_block = 256;  // as torch draws
+  constexpr std::int64_t threads_of_block = 256;  // as in torch
   constexpr std::int64_t numbers_of_counter = 4;  // for each thread
   TORCH_CHECK(!sums.empty(), "there must be a sum");
   TORCH_CHECK(most_threads > 0 && threads_of_program > 0, "numbers of threads must be positive");

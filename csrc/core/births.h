@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of blocks in a replay. Without gaps a block's number is how many were born before it;
-// what was born in a gap and lives after it comes next in a replay, though there the run had
-// another number for it.
+// The numbers of blocks in a replay. Without gaps a block's number is the number of blocks born
+// before it. A block that was born in a gap and lives after it gets the next number of the replay,
+// although it had another number in the run.
 #pragma once
 
 #include <algorithm>
@@ -12,15 +12,15 @@ namespace opacus_memprof {
 
 class Births {
  public:
-  // A block is born; returns its number.
+  // Registers the birth of a block and returns its number.
   std::uint64_t add() { return add(next_); }
-  // One that had this number in the run. Numbers rise.
+  // Registers a block that had this number in the run. Numbers increase.
   std::uint64_t add(std::uint64_t in_run) {
     if (in_run != next_) runs_.push_back({.number = count_, .in_run = in_run});
     next_ = in_run + 1;
     return count_++;
   }
-  // The next block has this number in the run.
+  // Sets the number in the run of the next block.
   void go_on(std::uint64_t in_run) {
     if (in_run == next_) return;
     runs_.push_back({.number = count_, .in_run = in_run});
@@ -31,7 +31,7 @@ class Births {
   // The number in the run of the next block.
   [[nodiscard]] std::uint64_t next() const { return next_; }
 
-  // Of the block with this number, or of the next one.
+  // Returns the number in the run of the block with this number, or of the next one.
   [[nodiscard]] std::uint64_t in_run(std::uint64_t number) const {
     const auto after =
         std::upper_bound(runs_.begin(), runs_.end(), number,
@@ -39,7 +39,7 @@ class Births {
     return (after - 1)->in_run + number - (after - 1)->number;
   }
 
-  // How many blocks have smaller numbers in the run than this.
+  // Returns how many blocks have smaller numbers in the run than this.
   [[nodiscard]] std::uint64_t before(std::uint64_t in_run) const {
     const auto after =
         std::upper_bound(runs_.begin(), runs_.end(), in_run,
@@ -49,7 +49,7 @@ class Births {
   }
 
  private:
-  struct Run {  // numbers that follow each other
+  struct Run {  // consecutive numbers
     std::uint64_t number;
     std::uint64_t in_run;
   };

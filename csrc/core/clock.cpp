@@ -20,7 +20,7 @@ std::uint64_t read(clockid_t clock) noexcept {
          static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-// Invariant: it ticks at one rate in every state of the processor, and on all cores alike.
+// Invariant: the counter ticks at one rate in every state of the processor, and on all cores.
 bool has_invariant_counter() noexcept {
 #if defined(__x86_64__)
   constexpr unsigned kPowerManagement = 0x80000007;
@@ -35,7 +35,7 @@ bool has_invariant_counter() noexcept {
 #endif
 }
 
-// What the wall clock was ahead of the monotonic one when it was read.
+// Wall clock minus monotonic clock at the last reading.
 constinit std::atomic<std::uint64_t> wall_offset{0};
 
 }  // namespace

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The clock of events: the time-stamp counter where it ticks evenly (reading it costs a third of
-// what clock_gettime costs, and every allocation and free pays it), else CLOCK_MONOTONIC.
-// FileHeader carries the two readings that convert ticks to nanoseconds.
+// The clock of events: the time-stamp counter if it ticks evenly, otherwise CLOCK_MONOTONIC.
+// Reading the counter costs a third of clock_gettime, which matters for every allocation and free.
+// FileHeader contains the two readings that convert ticks to nanoseconds.
 //
-// The wall clock is read once, when a profile begins: a later time is that reading and what
-// CLOCK_MONOTONIC has gone on since. Somebody who sets the clock changes no duration.
+// The wall clock is read once, when a profile begins. Later times are that reading plus the
+// progress of CLOCK_MONOTONIC. Setting the clock meanwhile does not affect durations.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@
 
 namespace opacus_memprof {
 
-// Where times come from; tests put others in the place of the system's.
+// The sources of times; tests replace the system's.
 struct Clocks {
   std::uint64_t (*monotonic_ns)() noexcept;
   std::uint64_t (*wall_ns)() noexcept;  // since 1970
-  bool counter;                         // the processor's time-stamp counter ticks evenly
+  bool counter;                         // whether the processor's time-stamp counter ticks evenly
 };
 
 namespace detail {
@@ -34,13 +34,13 @@ inline std::uint64_t ticks() noexcept {
   return detail::clocks.monotonic_ns();
 }
 
-// Nanoseconds since 1970, as the wall clock would tell had nobody set it since set_wall_clock.
+// Nanoseconds since 1970 according to set_wall_clock; later changes of the wall clock are ignored.
 std::uint64_t unix_ns() noexcept;
 
-// From now on unix_ns() goes on from what the wall clock says. It is called as a profile begins.
+// Synchronizes unix_ns() with the wall clock. Called when a profile begins.
 void set_wall_clock() noexcept;
 
-// For tests: returns the clocks that were there before. Sets unix_ns() by the new ones.
+// For tests: replaces the clocks and returns the previous ones. Sets unix_ns() from the new ones.
 Clocks replace_clocks(const Clocks& clocks) noexcept;
 
 }  // namespace opacus_memprof

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The live bytes of one device by category, and how they stood at their maximum.
-// Not thread safe: the recorder's lock guards them.
+// The live bytes of one device by category, and their values at the maximum. Not thread safe: the
+// recorder's lock guards them.
 #pragma once
 
 #include <array>
@@ -13,17 +13,17 @@ namespace opacus_memprof {
 
 using CategoryBytes = std::array<std::int64_t, kMaxCategories>;
 
-// Tells a device's peak from its later ones: a number above the device's byte. 0 is none.
+// Identifies a peak among those of its device: a number above the device's byte. 0 is none.
 using PeakId = std::uint64_t;
 inline constexpr PeakId kNoPeak = 0;
 constexpr Device device_of(PeakId peak) noexcept { return static_cast<Device>(peak); }
 
-// The counters at the instant of the highest total: the last moment before the first free that
-// follows it, so that what was retagged meanwhile counts under its right name.
+// The counters at the instant of the highest total. This is the last moment before the first free
+// that follows it, so that blocks which are retagged meanwhile count under their final category.
 struct Peak {
   PeakId id = kNoPeak;
   std::int64_t requested = 0;
-  // What the allocator itself counted at that instant; -1 if it does not count.
+  // The allocator's own counts at that instant; -1 if it does not count.
   std::int64_t upstream_requested = -1;
   std::int64_t upstream_allocated = -1;
   std::int64_t upstream_reserved = -1;
@@ -35,7 +35,7 @@ struct Peak {
 
 class alignas(64) DeviceCounters {
  public:
-  // `phase` and `step` are those of the allocation: the peak's, if it makes one.
+  // `phase` and `step` belong to the allocation, and to the peak if it makes one.
   void add(std::uint8_t category, std::uint64_t bytes, std::uint8_t phase,
            std::uint32_t step) noexcept {
     categories_[category] += static_cast<std::int64_t>(bytes);
@@ -59,7 +59,7 @@ class alignas(64) DeviceCounters {
     total_ -= static_cast<std::int64_t>(bytes);
   }
 
-  // The total stands at a new maximum that `peak` does not show yet.
+  // Returns whether the total is at a new maximum that `peak` does not contain yet.
   [[nodiscard]] bool peak_is_open() const noexcept { return peak_is_open_; }
   PeakId close_peak(Device device, std::uint64_t unix_ns) noexcept {
     peak_ = Peak{.id = (((peak_.id >> 8U) + 1) << 8U) | device,
@@ -78,7 +78,7 @@ class alignas(64) DeviceCounters {
     peak_is_open_ = true;
   }
 
-  // The device has had a block.
+  // Returns whether the device has had a block.
   [[nodiscard]] bool seen() const noexcept { return seen_; }
   [[nodiscard]] Peak& peak() noexcept { return peak_; }
   [[nodiscard]] std::uint8_t newest_phase() const noexcept { return newest_phase_; }

@@ -12,7 +12,7 @@ namespace opacus_memprof {
 
 namespace {
 
-constexpr auto kPause = std::chrono::milliseconds(5);  // what a SIGKILL may lose
+constexpr auto kPause = std::chrono::milliseconds(5);  // events of this long may be lost by SIGKILL
 constexpr int kPausesPerHousekeeping = 200;
 
 }  // namespace
@@ -76,7 +76,7 @@ void EventFile::run() {
   }
 }
 
-// Without memory for the live set there are no more pieces, and the program goes on.
+// Without memory for the live set there are no more pieces, and the program continues.
 void EventFile::write_or_fail() noexcept {
   try {
     write();

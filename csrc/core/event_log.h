@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The event file that is being written, if one is, and what goes into it. Not thread safe but for
-// is_open(): the recorder's lock guards it.
+// The event file that is being written, if any, and its contents. Not thread safe except is_open():
+// the recorder's lock guards it.
 #pragma once
 
 #include <atomic>
@@ -29,21 +29,22 @@ class EventLog {
   ~EventLog() { stop(); }
 
   [[nodiscard]] bool is_open() const noexcept { return file() != nullptr; }
-  // nullptr where none is written; for whoever wants to prefetch it.
+  // nullptr if no file is written; for callers that prefetch it.
   [[nodiscard]] EventFile* file() const noexcept { return file_.load(std::memory_order_relaxed); }
 
-  // Throws std::logic_error if one is being written already.
+  // Throws std::logic_error if a file is being written already.
   void start(std::unique_ptr<EventFile> file) {
     if (is_open()) {
       throw std::logic_error("events are being written already; end the running profile first");
     }
     file_ = file.release();
   }
-  // Returns the file for its owner to close outside the lock; nullptr if there was none.
+  // Returns the file, which its owner closes outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop() noexcept {
     return std::unique_ptr<EventFile>(file_.exchange(nullptr));
   }
-  // In a forked child: the file is the parent's, and its thread and mutex cannot be destroyed here.
+  // In a forked child: the file belongs to the parent; its thread and mutex cannot be destroyed
+  // here.
   void abandon() noexcept {
     if (EventFile* file = file_.exchange(nullptr); file != nullptr) file->abandon();
   }
@@ -57,12 +58,12 @@ class EventLog {
             .error = file->error()};
   }
 
-  // `phase`, `op` and `step` are the event's; the rest is the block's.
+  // `phase`, `op` and `step` belong to the event, the other fields to the block.
   void write(EventKind kind, const Block& block, std::uint8_t phase, std::uint16_t op,
              std::uint32_t step) noexcept {
     EventFile* file = this->file();
     if (file == nullptr) return;
-    // Of what is freed it matters after what, and hardly to the microsecond when.
+    // For frees, order matters; exact times do not.
     const std::uint64_t time =
         kind == EventKind::free ? file->next_time_unread() : file->next_time();
     file->append(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files that a run's events are in: events.bin, events.1.bin, events.2.bin … (docs/format.md).
+// The files with a run's events: events.bin, events.1.bin, events.2.bin … (docs/format.md).
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ inline std::string piece_path(const std::string& path, std::uint64_t piece) {
   return piece_stem(path) + "." + std::to_string(piece) + std::string(kPieceSuffix);
 }
 
-// The paths of the pieces after the first that are there now, in no order.
+// The paths of the existing pieces after the first, in no particular order.
 inline std::vector<std::string> later_pieces(const std::string& path) {
   namespace fs = std::filesystem;
   std::vector<std::string> found;

@@ -37,7 +37,7 @@ bool is_unwritten(const Event& event) {
 }  // namespace
 
 EventReader::Piece EventReader::open(const std::string& path) {
-  // To open a FIFO waits for its writer, and a device has no end.
+  // Opening a FIFO would wait for its writer, and a device has no end.
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status)) {
@@ -90,7 +90,7 @@ void EventReader::refresh() {
   measure();
 }
 
-// Those of the same run that come after the ones that are known.
+// Pieces of the same run after the known ones.
 void EventReader::find_later_pieces() {
   if (header().version == kWholeFileVersion) return;
   std::vector<Piece> found;
@@ -102,7 +102,7 @@ void EventReader::find_later_pieces() {
         found.push_back(std::move(piece));
       }
     } catch (const std::runtime_error&) {
-      // Removed meanwhile, or not written yet.
+      // It was removed meanwhile, or is not written yet.
     }
   }
   std::ranges::sort(found, {}, [](const Piece& piece) { return piece.header.opening.piece; });
@@ -110,7 +110,7 @@ void EventReader::find_later_pieces() {
   std::ranges::move(found, std::back_inserter(pieces_));
 }
 
-// The newest first: when a piece is there, those before it grow no more.
+// The newest first: once a piece exists, earlier pieces do not grow any more.
 void EventReader::measure() {
   for (Piece& piece : std::views::reverse(pieces_)) {
     const std::uint64_t bytes = bytes_of(piece.file);
@@ -138,7 +138,7 @@ bool EventReader::next() {
     const Opening& opening = piece.header.opening;
     const bool last = piece_ + 1 == pieces_.size();
     if (place_ == 0 && piece_ > 0) {
-      // Its opening was not written whole, or the file is a copy.
+      // Its opening was not written completely, or the file is a copy.
       if (piece.records < opening.seeds || opening.first_event < position_) {
         if (last) return false;
         continue;
@@ -158,8 +158,8 @@ bool EventReader::next() {
   }
 }
 
-// The next records of the piece, up to one that was never written. The buffer grows with what is
-// there, and not with what a header says that there is.
+// Reads the next records of the piece, up to one that was never written. The buffer grows with the
+// existing records, not with the number in a header.
 std::size_t EventReader::read(Piece& piece, std::uint64_t records) {
   records = std::min(records, piece.end - place_);
   piece.file.clear();

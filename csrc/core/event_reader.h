@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the events of a run in order, in chunks, from all of its pieces (docs/format.md): neither
-// their size nor a writer that is still at work matters, and a file that shrinks while it is read
-// is an end and not a SIGBUS. A file that is removed meanwhile is read to its end.
+// Reads the events of a run in order, in chunks, from all of its pieces (docs/format.md). Files may
+// be of any size and may still be written. A file that shrinks while it is read ends early, without
+// a SIGBUS. A file that is removed meanwhile is read to its end.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +21,24 @@ class EventReader {
   // another format version.
   explicit EventReader(const std::string& path);
 
-  // Of the first piece.
+  // The header of the first piece.
   [[nodiscard]] const FileHeader& header() const { return pieces_.front().header; }
-  // Records that can be read, at most; those of live sets are left out.
+  // Maximum number of records that can be read, without those of live sets.
   [[nodiscard]] std::uint64_t size() const;
 
-  // Reads on; false at the end.
+  // Reads the next records; false at the end.
   bool next();
-  // What the last call of next() has read; valid until the next call. Either events, among them
-  // settled blocks, or after a gap the live set with which a piece opens.
+  // The records of the last call of next(); valid until the next call. They are either events,
+  // including settled blocks, or, after a gap, the live set at the start of a piece.
   [[nodiscard]] std::span<const Event> records() const { return {buffer_.data(), read_}; }
-  // Of that piece; nullptr where the records are events.
+  // The opening of that piece; nullptr if the records are events.
   [[nodiscard]] const Opening* opening() const { return opening_; }
-  // How many events of the run there were before the one that comes next.
+  // Number of the run's events before the next one.
   [[nodiscard]] std::uint64_t position() const { return position_; }
 
-  // Starts again. What was not written at the first reading is not read at the second.
+  // Starts again. Records that were not written at the first reading are not read at the second.
   void rewind();
-  // Looks for what was written since; next() reads on there.
+  // Looks for records that were written since then; next() continues with them.
   void refresh();
 
  private:
@@ -46,7 +46,7 @@ class EventReader {
     std::ifstream file;
     FileHeader header{};
     std::uint64_t records = 0;
-    std::uint64_t end = ~std::uint64_t{0};  // the record that was found not to be written
+    std::uint64_t end = ~std::uint64_t{0};  // the first record that was not written
   };
   static Piece open(const std::string& path);
   void find_later_pieces();
@@ -56,8 +56,8 @@ class EventReader {
 
   std::string path_;
   std::vector<Piece> pieces_;  // in order
-  std::size_t piece_ = 0;      // the one that is read
-  std::uint64_t place_ = 0;    // records of it that were read or left out
+  std::size_t piece_ = 0;      // the current one
+  std::uint64_t place_ = 0;    // its records that were read or skipped
   std::uint64_t position_ = 0;
   const Opening* opening_ = nullptr;
   std::vector<Event> buffer_;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events on their way from the threads that allocate to the one that writes files: a ring in
-// memory that no disk stands behind, whose pages are there from the start and stay out of forked
-// children (which would make them copy on write).
+// Events on their way from the allocating threads to the thread that writes files: a ring in memory
+// without a file behind it. Its pages exist from the start, and forked children do not get them
+// (which would cause copies on write).
 #pragma once
 
 #include <sys/mman.h>
@@ -22,7 +22,7 @@ class alignas(64) EventRing {
  public:
   static constexpr std::uint64_t kEvents = std::uint64_t{1} << 20U;  // 32 MiB
 
-  // Throws std::system_error where there is no memory.
+  // Throws std::system_error if there is no memory.
   EventRing() {
     void* memory = ::mmap(nullptr, kEvents * sizeof(Event), PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -36,8 +36,8 @@ class alignas(64) EventRing {
   EventRing& operator=(const EventRing&) = delete;
   ~EventRing() { ::munmap(events_, kEvents * sizeof(Event)); }
 
-  // One writer at a time. Events are lost from when the ring is full until go_on(): the stream has
-  // no holes but between what is read before it and after it.
+  // One writer at a time. Events are lost from the moment when the ring is full until go_on(). The
+  // stream has no holes except between the events read before and after such a loss.
   void append(const EventWords& words) noexcept {
     const std::uint64_t head = head_.load(std::memory_order_relaxed);
     if (head == end_ && !find_room(head)) {
@@ -50,11 +50,11 @@ class alignas(64) EventRing {
     target[2] = words[2];
     target[3] = words[3];
     head_.store(head + 1, std::memory_order_release);
-    // The line after next, before the next event needs it.
+    // Prefetches the line after next, before the next event needs it.
     __builtin_prefetch(events_ + (head + 4) % kEvents, 1);
   }
 
-  // How many were appended, and how many were lost.
+  // The numbers of appended and of lost events.
   [[nodiscard]] std::uint64_t appended() const noexcept {
     return head_.load(std::memory_order_acquire);
   }
@@ -62,18 +62,18 @@ class alignas(64) EventRing {
     return lost_.load(std::memory_order_relaxed);
   }
 
-  // What the times of events count from.
+  // The origin of event times.
   [[nodiscard]] std::uint64_t start_ticks() const noexcept { return start_ticks_; }
   void set_start_ticks(std::uint64_t start) noexcept { start_ticks_ = newest_ticks_ = start; }
 
-  // The time of the next event, for the writer: later than that of the one before, though a core
-  // may read its clock some instructions early.
+  // The time of the next event, for the writer. It is later than the previous one, although a core
+  // may read its clock a few instructions early.
   std::uint64_t next_time() noexcept {
     newest_ticks_ = std::max(newest_ticks_ + 1, ticks());
     return newest_ticks_ - start_ticks_;
   }
-  // As next_time(), by the newest reading of the clock that there is, be it the reader's: one of
-  // its own would cost as much as the rest of an event.
+  // Does what next_time() does, with the newest reading of the clock, which may be the reader's. A
+  // new reading would cost as much as the rest of an event.
   std::uint64_t next_time_unread() noexcept {
     newest_ticks_ = std::max(newest_ticks_ + 1, reading_.load(std::memory_order_relaxed));
     return newest_ticks_ - start_ticks_;
@@ -87,7 +87,7 @@ class alignas(64) EventRing {
 
   // --- the reader's ---
   void read_clock() noexcept { reading_.store(ticks(), std::memory_order_relaxed); }
-  // What was appended and not given back, as far as it lies in a piece.
+  // The appended events that were not released yet, as far as they are contiguous.
   [[nodiscard]] std::span<const Event> readable() const noexcept {
     const std::uint64_t begin = tail_.load(std::memory_order_relaxed);
     const std::uint64_t count = std::min(appended() - begin, kEvents - begin % kEvents);
@@ -99,9 +99,9 @@ class alignas(64) EventRing {
   [[nodiscard]] std::uint64_t given_back() const noexcept {
     return tail_.load(std::memory_order_relaxed);
   }
-  // Nothing comes after what is readable then, until go_on().
+  // Returns whether nothing follows the readable events until go_on().
   [[nodiscard]] bool is_losing() const noexcept { return losing_.load(std::memory_order_acquire); }
-  // How many were lost before the latest go_on().
+  // The number of events lost before the latest go_on().
   [[nodiscard]] std::uint64_t lost_before() const noexcept { return lost_before_; }
 
  private:
@@ -113,7 +113,7 @@ class alignas(64) EventRing {
     return false;
   }
 
-  // What append and the times of events touch is on the first line.
+  // The first cache line has the members that append and the times of events use.
   Event* events_ = nullptr;
   std::uint64_t start_ticks_ = 0;
   std::atomic<std::uint64_t> head_{0};

@@ -7,7 +7,7 @@
 #include "core/event_clock.h"
 #include "core/event_reader.h"
 #include "core/event_walk.h"
-#include "core/replay_fates.h"
+#include "core/replay_outcomes.h"
 #include "core/replay_survey.h"
 
 namespace opacus_memprof {
@@ -20,7 +20,7 @@ class Rows {
  public:
   Rows(const Survey& survey, const FileHeader& header,
        const std::function<void(std::span<const EventRow>)>& take)
-      : fates_(survey.fates()), gaps_(survey.gaps()), clock_(header), take_(take) {
+      : outcomes_(survey.outcomes()), gaps_(survey.gaps()), clock_(header), take_(take) {
     rows_.reserve(kPiece + 1);
   }
 
@@ -65,11 +65,11 @@ class Rows {
 
   void retagged(const ReplayBlock& block, std::uint8_t before) {
     tell_block(row_, block);
-    row_.before = fates_.settled(before, block.birth);
+    row_.before = outcomes_.settled(before, block.birth);
     if (in_gap_) add(EventKind::retag, block, row_.before);
   }
 
-  void fate_known(const ReplayBlock&, std::uint16_t) {}
+  void outcome_known(const ReplayBlock&, std::uint16_t) {}
 
   void gap(const EventGap& gap, const ReplayTable&) {
     add_gap(gap.first_event);
@@ -92,7 +92,7 @@ class Rows {
   }
 
  private:
-  // The gap that begins at this event, if one does.
+  // Adds the gap that begins at this event, if any.
   void add_gap(std::uint64_t first_event) {
     for (const ReplayResult::Gap& gap : gaps_) {
       if (gap.first_event != first_event) continue;
@@ -104,7 +104,7 @@ class Rows {
     }
   }
 
-  // What has become of a block in the gap.
+  // Adds the outcome of a block in the gap.
   void add(EventKind kind, const ReplayBlock& block, std::uint8_t before) {
     EventRow row{.event = index_,
                  .time_ns = gap_end_ns_,
@@ -128,7 +128,7 @@ class Rows {
     row.block = static_cast<std::int64_t>(block.birth);
     row.bytes = block.size;
     row.module = block.module;
-    row.category = row.before = fates_.settled(block.category, block.birth);
+    row.category = row.before = outcomes_.settled(block.category, block.birth);
   }
 
   void hand_over() {
@@ -136,7 +136,7 @@ class Rows {
     rows_.clear();
   }
 
-  const Fates& fates_;
+  const Outcomes& outcomes_;
   const std::vector<ReplayResult::Gap>& gaps_;
   EventClock clock_;
   const std::function<void(std::span<const EventRow>)>& take_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pass over events that keeps the table of live blocks and tells a visitor what happens.
+// A pass over events that maintains the table of live blocks and notifies a visitor.
 #pragma once
 
 #include <bitset>
@@ -18,37 +18,36 @@
 
 namespace opacus_memprof {
 
-// Counts of records that contradict those before them: all 0 in a file that is whole.
+// Counts of records that contradict earlier ones: all 0 in an intact file.
 struct Contradictions {
-  std::uint64_t unknown_frees = 0;        // of an address where nothing lived
-  std::uint64_t unknown_retags = 0;       // likewise
-  std::uint64_t double_allocations = 0;   // where something lived; it counts as freed then
-  std::uint64_t category_mismatches = 0;  // the category before is not the one that was replayed
-  std::uint64_t unreadable = 0;  // a kind, phase or category that this release has no name for
+  std::uint64_t unknown_frees = 0;        // of an address without a live block
+  std::uint64_t unknown_retags = 0;       // of an address without a live block
+  std::uint64_t double_allocations = 0;   // over a live block, which then counts as freed
+  std::uint64_t category_mismatches = 0;  // the previous category is not the replayed one
+  std::uint64_t unreadable = 0;  // a kind, phase or category that this release does not know
 };
 
-// What is missing between two events.
+// A gap between two events.
 struct EventGap {
-  std::uint64_t first_event = 0;     // how many events there were before
+  std::uint64_t first_event = 0;     // number of events before it
   const Opening* opening = nullptr;  // of the piece after it
-  std::bitset<256> devices;          // on which blocks came or went
+  std::bitset<256> devices;          // devices on which blocks were allocated or freed
 };
 
-// Is told what happens. For each event the calls come in this order:
-//   before(event, table)      of every event
+// The visitor's calls. For each event they come in this order:
+//   before(event, table)      for every event
 //   died(block, event)        before the block leaves the table
 //   retagged(block, before)   its category was `before`; block.retagged if that is not its first
 //   born(block)
-//   after(event, index)       of every event
-// Events with a phase or category that has no name arrive with 0 in their place.
-// For a gap:
-//   gap(gap, table)           the table has what was live before the gap
+//   after(event, index)       for every event
+// Events with an unknown phase or category arrive with 0 instead. For a gap:
+//   gap(gap, table)           the table has the blocks that were live before the gap
 //   died(block, event)        in the gap; the event is of kind none
-//   fate_known(block, module) the block lives on; block.fate and module are what is known since
+//   outcome_known(block, module) the block lives on; block.outcome and module are now known
 //   retagged(block, before)   in the gap
 //   born(block)               in the gap, and live after it
 //   resumed(opening, births)
-// Between events fate_known(block, module) tells what becomes of a block later.
+// Between events outcome_known(block, module) reports the later outcome of a block.
 template <typename Visitor>
 concept EventVisitor = requires(Visitor& visitor, const Event& event, const ReplayTable& table,
                                 ReplayBlock& block, std::uint8_t before, std::uint16_t module,
@@ -60,18 +59,18 @@ concept EventVisitor = requires(Visitor& visitor, const Event& event, const Repl
   visitor.born(block);
   visitor.after(event, index);
   visitor.gap(gap, table);
-  visitor.fate_known(block, module);
+  visitor.outcome_known(block, module);
   visitor.resumed(opening, births);
 };
 
-// Is also told when the run is over: ended(table).
+// Additionally called when the run is over: ended(table).
 template <typename Visitor>
 concept RunVisitor = EventVisitor<Visitor> && requires(Visitor& visitor, const ReplayTable& table) {
   visitor.ended(table);
 };
 
 // Holds the table of live blocks, and counts the events and the contradictions among them. The
-// visitor must outlive it. Its class may hold the walk, so each function asks whether it is an
+// visitor must outlive it. Its class may contain the walk, so each function checks that it is an
 // EventVisitor: by then the class is complete.
 template <typename Visitor>
 class EventWalk {
@@ -83,7 +82,7 @@ class EventWalk {
   [[nodiscard]] const ReplayTable& table() const { return table_; }
   [[nodiscard]] std::uint64_t events() const { return events_; }
   [[nodiscard]] const Contradictions& contradictions() const { return contradictions_; }
-  // The block that lives there; nullptr where none does.
+  // Returns the block with this key; nullptr if there is none.
   [[nodiscard]] const ReplayBlock* find(std::uint64_t key) { return table_.find(key); }
   [[nodiscard]] const Births& births() const { return births_; }
 
@@ -100,7 +99,7 @@ class EventWalk {
     visitor_.ended(table_);
   }
 
-  // What the reader has not read yet.
+  // Visits the events that the reader has not read yet.
   void read_on(EventReader& reader) requires EventVisitor<Visitor> {
     while (reader.next()) {
       const std::span<const Event> records = reader.records();
@@ -115,7 +114,7 @@ class EventWalk {
   void visit(std::span<const Event> events) requires EventVisitor<Visitor> {
     constexpr std::size_t kAhead = 16;
     for (std::size_t i = 0; i < events.size(); ++i) {
-      // Not in a function of its own: gcc 12 takes one that only prefetches for one without effect.
+      // Not in a separate function: gcc 12 drops calls of functions that only prefetch.
       if (i + kAhead < events.size()) {
         __builtin_prefetch(table_.home(ReplayTable::key(events[i + kAhead])), 1);
       }
@@ -153,7 +152,7 @@ class EventWalk {
     visitor_.after(event, events_++);
   }
 
-  // Goes on after a gap: at its end these blocks were live (a piece's live set, by birth).
+  // Continues after a gap. These blocks were live at its end (a piece's live set, by birth).
   void resume(const Opening& opening, std::span<const Event> seeds) requires EventVisitor<Visitor> {
     EventGap gap{.first_event = events_, .opening = &opening, .devices = {}};
     std::unordered_map<std::uint64_t, std::uint64_t> live;  // birth in the run by key
@@ -235,7 +234,7 @@ class EventWalk {
     block.retagged = state.retagged;
     block.captured = state.captured;
     block.seeded = state.seeded;
-    block.fate = state.fate;
+    block.outcome = state.outcome;
   }
 
   void live_on(ReplayBlock& block, const Event& seed) {
@@ -244,15 +243,15 @@ class EventWalk {
     set_state(block, seed);
     block.category = seed.category;
     block.module = static_cast<std::uint16_t>(seed.module);
-    visitor_.fate_known(block, block.module);
+    visitor_.outcome_known(block, block.module);
     if (changed) visitor_.retagged(block, before);
   }
 
   void settle(const Event& event) {
     ReplayBlock* block = table_.find(ReplayTable::key(event));
     if (block == nullptr) return;
-    block->fate = event.category;
-    visitor_.fate_known(*block, static_cast<std::uint16_t>(event.module));
+    block->outcome = event.category;
+    visitor_.outcome_known(*block, static_cast<std::uint16_t>(event.module));
   }
 
   void kill(const Event& event) {

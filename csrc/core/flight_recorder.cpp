@@ -21,8 +21,8 @@ namespace {
 
 constexpr std::uint64_t kFewestEvents = 16;              // of a piece
 constexpr std::uint64_t kFirstEvents = 128 * 1024;       // 4 MiB, or there is no room for a profile
-constexpr std::uint64_t kPauseNs = 1'000'000'000;        // before the next try on a full disk
-constexpr std::uint64_t kLap = std::uint64_t{1} << 48U;  // of the ticks that events have
+constexpr std::uint64_t kPauseNs = 1'000'000'000;        // before the next attempt on a full disk
+constexpr std::uint64_t kLap = std::uint64_t{1} << 48U;  // range of the events' ticks
 
 std::uint64_t bytes_for(std::uint64_t records) { return kHeaderBytes + records * sizeof(Event); }
 
@@ -39,7 +39,7 @@ Event seed_of(const ReplayBlock& block, std::uint64_t birth) {
                          .retagged = block.retagged,
                          .captured = block.captured,
                          .seeded = block.seeded,
-                         .fate = block.fate}) &
+                         .outcome = block.outcome}) &
               (kLap - 1);
   seed.kind = static_cast<std::uint8_t>(EventKind::seed);
   seed.category = block.category;
@@ -78,7 +78,7 @@ void FlightRecorder::open_first() {
   first_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (first_ < 0) throw std::system_error(errno, std::generic_category(), path_);
   struct statvfs disk {};
-  if (::fstatvfs(first_, &disk) == 0) {  // an eighth is for what else comes to it
+  if (::fstatvfs(first_, &disk) == 0) {  // an eighth remains for other files
     capacity_ =
         std::min<std::uint64_t>(capacity_, disk.f_bavail * disk.f_frsize / 8 * 7 / sizeof(Event));
     header_.capacity = capacity_;
@@ -124,8 +124,8 @@ void FlightRecorder::skip(std::uint64_t events, const std::vector<Block>& live) 
   write_settled();
 }
 
-// The seeds of blocks that the recorder says are live. One that looks the same as before has
-// lived on.
+// Returns the seeds of blocks that the recorder reports as live. A block that looks the same as
+// before has survived.
 std::vector<Event> FlightRecorder::seeds_of(const std::vector<Block>& live) {
   std::uint64_t births = walk_.births().next();
   std::vector<Event> seeds;
@@ -148,7 +148,7 @@ std::vector<Event> FlightRecorder::seeds_of(const std::vector<Block>& live) {
         before->op == block.op && before->phase == block.phase) {
       block.captured |= before->captured;
       block.retagged = before->retagged || before->category != block.category;
-      block.fate = before->fate;
+      block.outcome = before->outcome;
       seeds.push_back(seed_of(block, walk_.births().in_run(before->birth)));
     } else {
       seeds.push_back(seed_of(block, births++));
@@ -221,7 +221,8 @@ void FlightRecorder::close_piece() {
   ++number_;
 }
 
-// To the piece that is written. False where not all find room: the piece ends without them.
+// Appends to the current piece. Returns false if not all records find room: the piece ends without
+// them.
 bool FlightRecorder::append(const void* records, std::uint64_t count) {
   const std::uint64_t end = bytes_for(pieces_.back().records);
   if (write_all(current_, records, count * sizeof(Event), end)) {
@@ -233,7 +234,7 @@ bool FlightRecorder::append(const void* records, std::uint64_t count) {
   return false;
 }
 
-// Removes what may go where the disk is full.
+// Removes removable pieces if the disk is full.
 bool FlightRecorder::write_all(int descriptor, const void* data, std::uint64_t bytes,
                                std::uint64_t offset) {
   const char* at = static_cast<const char*>(data);
@@ -252,7 +253,7 @@ bool FlightRecorder::write_all(int descriptor, const void* data, std::uint64_t b
   return true;
 }
 
-// A piece stays for what only it has: the beginning, and the peaks.
+// A piece stays if it contains the beginning or a peak.
 bool FlightRecorder::stays(std::uint64_t piece) const {
   return piece == 0 || std::ranges::any_of(peaks_, [=](const Peak& peak) {
            return peak.highest > 0 &&
@@ -260,8 +261,8 @@ bool FlightRecorder::stays(std::uint64_t piece) const {
          });
 }
 
-// Of those before the one that is written. What only they tell of blocks in others is written
-// first.
+// Removes the oldest removable piece before the current one. Its information about blocks in other
+// pieces is written first.
 bool FlightRecorder::remove_oldest() {
   write_settled();
   for (auto piece = pieces_.begin(); piece != pieces_.end(); ++piece) {
@@ -275,7 +276,7 @@ bool FlightRecorder::remove_oldest() {
 
 void FlightRecorder::keep_bound() {
   const auto records = [this] {
-    std::uint64_t sum = most_events_;  // of the newest, in the end
+    std::uint64_t sum = most_events_;  // of the newest pieces, in the end
     for (const Piece& piece : pieces_) sum += piece.records;
     return sum;
   };
@@ -351,15 +352,15 @@ void FlightRecorder::born(const ReplayBlock& block) {
 
 void FlightRecorder::died(ReplayBlock& block, const Event& event) {
   peaks_[block.device()].bytes -= static_cast<std::int64_t>(block.size);
-  const auto before = static_cast<std::uint8_t>(block.fate);
+  const auto before = static_cast<std::uint8_t>(block.outcome);
   rules_.died(block, event);
-  if (block.fate != before) remember_fate(block);
+  if (block.outcome != before) remember_outcome(block);
 }
 
 void FlightRecorder::retagged(ReplayBlock& block, std::uint8_t category_before) {
-  const auto before = static_cast<std::uint8_t>(block.fate);
-  FateRules::retagged(block, category_before);
-  if (block.fate != before || (!had_module_ && block.module != 0)) remember_fate(block);
+  const auto before = static_cast<std::uint8_t>(block.outcome);
+  OutcomeRules::retagged(block, category_before);
+  if (block.outcome != before || (!had_module_ && block.module != 0)) remember_outcome(block);
 }
 
 void FlightRecorder::after(const Event& event, std::uint64_t /*index*/) {
@@ -367,13 +368,13 @@ void FlightRecorder::after(const Event& event, std::uint64_t /*index*/) {
   if (static_cast<EventKind>(event.kind) == EventKind::step) logical_step_ = event.size;
 }
 
-// For the pieces that stay and at whose ends the block lived.
-void FlightRecorder::remember_fate(const ReplayBlock& block) {
+// Remembers it for the pieces that stay and at whose ends the block was live.
+void FlightRecorder::remember_outcome(const ReplayBlock& block) {
   for (Piece& piece : pieces_) {
     if (piece.number >= number_ || block.birth >= piece.births || !stays(piece.number)) continue;
     Event settled{};
     settled.kind = static_cast<std::uint8_t>(EventKind::settled);
-    settled.category = block.fate;
+    settled.category = block.outcome;
     settled.address = block.key & (kLap - 1);
     settled.device = block.device();
     settled.module = block.module;

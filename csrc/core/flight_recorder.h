@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes a run's events to pieces (docs/format.md), and removes those that the bound has no room
-// for: what stays is the beginning, the peak of each device and the newest.
+// Writes a run's events to pieces (docs/format.md), and removes pieces that exceed the limit. The
+// beginning, the peak of each device and the newest pieces stay.
 //
-// It follows the events as a reader does: so it knows the live set with which a piece opens, and
-// what blocks turn out to be after the end of a piece that stays.
+// It follows the events as a reader does. It therefore knows the live set at the start of a piece,
+// and the outcomes of blocks after the end of a piece that stays.
 #pragma once
 
 #include <array>
@@ -15,17 +15,18 @@
 #include "core/event.h"
 #include "core/event_walk.h"
 #include "core/ledger.h"
-#include "core/replay_fates.h"
+#include "core/replay_outcomes.h"
 
 namespace opacus_memprof {
 
 // Not thread safe.
 class FlightRecorder {
  public:
-  static constexpr std::uint64_t kPieces = 16;  // that the bound is divided into
+  static constexpr std::uint64_t kPieces = 16;  // number of pieces into which the limit is divided
 
-  // Makes the first piece at `path`, for at most `capacity` records in all pieces; those of a run
-  // before go. Throws std::system_error where it cannot be made or there is no room for it.
+  // Makes the first piece at `path`, for at most `capacity` records in all pieces, and removes the
+  // pieces of an earlier run. Throws std::system_error if it cannot be made or there is no room for
+  // it.
   FlightRecorder(const std::string& path, std::uint64_t capacity);
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
@@ -37,16 +38,16 @@ class FlightRecorder {
   void take(std::span<const Event> events);
   // The next `events` are lost; afterwards these blocks are live.
   void skip(std::uint64_t events, const std::vector<Block>& live);
-  // Events of which no piece has anything, with those that were skipped.
+  // Number of events that are in no piece, including skipped ones.
   [[nodiscard]] std::uint64_t lost() const { return lost_; }
-  // Why the files stopped growing when they last did: an errno, or 0.
+  // The reason why the files last stopped growing: an errno, or 0.
   [[nodiscard]] int error() const { return error_; }
 
-  // Renews what the first piece's header says of the run.
+  // Updates the run's data in the first piece's header.
   void write_header(bool closed);
-  // Takes back that the first piece was made.
+  // Removes the first piece again.
   void remove();
-  // In a forked child: lets go of the parent's files without touching them.
+  // In a forked child: releases the parent's files without touching them.
   void abandon();
 
   // The visitor's part of EventWalk.
@@ -56,7 +57,7 @@ class FlightRecorder {
   void retagged(ReplayBlock& block, std::uint8_t before);
   void after(const Event& event, std::uint64_t index);
   void gap(const EventGap&, const ReplayTable&) {}
-  void fate_known(const ReplayBlock&, std::uint16_t) {}
+  void outcome_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening&, const Births&) {}
 
  private:
@@ -65,15 +66,16 @@ class FlightRecorder {
     std::uint64_t records = 0;
     std::uint64_t events = 0;
     std::uint64_t births = 0;    // before its end
-    std::vector<Event> settled;  // that are to be written
+    std::vector<Event> settled;  // still to be written
   };
-  // The highest bytes of a device: the first piece with them, and that in which they change next.
+  // The highest bytes of a device: the first piece with them, and the piece in which they change
+  // next.
   struct Peak {
     std::int64_t bytes = 0;
     std::int64_t highest = 0;
     std::uint64_t piece = 0;
     std::uint64_t end_piece = 0;
-    bool open = false;  // they have not changed since
+    bool open = false;  // whether they have not changed since then
   };
 
   void open_first();
@@ -82,7 +84,7 @@ class FlightRecorder {
   bool append(const void* records, std::uint64_t count);
   bool write_all(int descriptor, const void* data, std::uint64_t bytes, std::uint64_t offset);
   void write_settled();
-  void remember_fate(const ReplayBlock& block);
+  void remember_outcome(const ReplayBlock& block);
   bool remove_oldest();
   void keep_bound();
   [[nodiscard]] bool stays(std::uint64_t piece) const;
@@ -93,20 +95,20 @@ class FlightRecorder {
   std::string path_;
   std::uint64_t capacity_;
   FileHeader header_{};
-  int first_ = -1;             // descriptors: of the first piece, and of the one that is written
-  int current_ = -1;           // -1: none is
-  std::vector<Piece> pieces_;  // in order
-  std::uint64_t number_ = 0;   // of the piece that is written, or that comes next
-  std::uint64_t most_events_ = 0;  // of it
+  int first_ = -1;                 // descriptors of the first piece and of the current one
+  int current_ = -1;               // -1: none
+  std::vector<Piece> pieces_;      // in order
+  std::uint64_t number_ = 0;       // of the current piece, or of the next one
+  std::uint64_t most_events_ = 0;  // of the current piece
   std::uint64_t lost_ = 0;
   int error_ = 0;
   std::uint64_t tried_ns_ = 0;  // when there was last no room for a piece
   std::uint64_t ticks_ = 0;     // of the newest event, since the start
   std::uint64_t logical_step_ = 0;
-  bool had_module_ = false;  // the block that the event retags
+  bool had_module_ = false;  // of the block that the event retags
 
   EventWalk<FlightRecorder> walk_{*this};
-  FateRules rules_;
+  OutcomeRules rules_;
   std::array<Peak, 256> peaks_{};  // by device
 };
 

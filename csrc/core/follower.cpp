@@ -46,7 +46,7 @@ void Follower::died(const ReplayBlock& block, const Event& /*event*/) {
 
 void Follower::after(const Event& event, std::uint64_t /*index*/) {
   const auto kind = static_cast<EventKind>(event.kind);
-  if (kind == EventKind::seed) return;  // tells of its birth, long ago
+  if (kind == EventKind::seed) return;  // describes its birth, long ago
   phase_ = static_cast<std::uint8_t>(event.phase);
   step_ = static_cast<std::uint32_t>(event.step);
   if (kind == EventKind::oom) ++out_of_memory_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An event file that somebody may still be writing: what is live now, read on from where the last
-// look ended. The writer notices nothing: its pages are read, never locked.
+// The live memory of an event file that may still be written. Each call continues where the last
+// one ended. The writer is not affected: its pages are read, never locked.
 #pragma once
 
 #include <array>
@@ -26,8 +26,8 @@ class Follower {
     std::int64_t bytes = 0;  // requested and live
     std::int64_t peak_bytes = 0;
     std::uint32_t peak_step = 0;
-    std::deque<std::int64_t> step_ends;  // bytes that the newest kRecentSteps steps left
-    CategoryBytes categories{};          // as the live counters tell them; their sum is `bytes`
+    std::deque<std::int64_t> step_ends;  // bytes at the ends of the newest kRecentSteps steps
+    CategoryBytes categories{};          // as in the live counters; their sum is `bytes`
     std::map<std::uint16_t, CategoryBytes> modules;
   };
 
@@ -35,8 +35,8 @@ class Follower {
   // another format version.
   explicit Follower(const std::string& path);
 
-  // Reads what was written since the last call; returns how many events that was, with those of
-  // gaps.
+  // Reads the events that were written since the last call; returns their number, including those
+  // of gaps.
   std::uint64_t advance();
 
   [[nodiscard]] const FileHeader& header() const { return reader_.header(); }
@@ -54,7 +54,7 @@ class Follower {
   void died(const ReplayBlock& block, const Event& event);
   void retagged(const ReplayBlock&, std::uint8_t) {}
   void gap(const EventGap&, const ReplayTable&) {}
-  void fate_known(const ReplayBlock&, std::uint16_t) {}
+  void outcome_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening& opening, const Births&) { logical_step_ = opening.logical_step; }
   void after(const Event& event, std::uint64_t index);
 

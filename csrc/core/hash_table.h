@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A hash table with open addressing, linear probing and backward-shift deletion: a look-up reads
-// about one cache line, nothing is allocated until the table grows, and millions of insertions and
-// erasures leave no tombstones.
+// A hash table with open addressing, linear probing and backward-shift deletion. A look-up reads
+// about one cache line, memory is allocated only when the table grows, and millions of insertions
+// and erasures leave no tombstones.
 #pragma once
 
 #include <algorithm>
@@ -16,24 +16,24 @@ namespace opacus_memprof {
 // Addresses are multiples of 64 or 512: the product's high bits depend on every bit of the key.
 constexpr std::uint64_t hash_of(std::uint64_t key) noexcept { return key * 0x9E3779B97F4A7C15ULL; }
 
-// A slot knows whether it is used(), and the hash() of its key; a new one is not used. The table is
-// at most kFullQuarters quarters full. Not thread safe; pointers to slots hold until the next
-// insertion or erasure.
+// A slot has used() and the hash() of its key; a new slot is unused. At most kFullQuarters quarters
+// of the table are full. Not thread safe; pointers to slots are valid until the next insertion or
+// erasure.
 template <typename Slot, std::size_t kFullQuarters, typename Allocator = std::allocator<Slot>>
 class HashTable {
  public:
   explicit HashTable(unsigned first_bits)
       : slots_(std::size_t{1} << first_bits), mask_(slots_.size() - 1), shift_(64 - first_bits) {}
 
-  // The slot of this hash for which `is_it(slot)`; nullptr where there is none.
+  // Returns the slot of this hash for which `is_it(slot)`; nullptr if there is none.
   template <typename Predicate>
   [[nodiscard]] Slot* find(std::uint64_t hash, Predicate is_it) noexcept {
     Slot* slot = &slots_[probe(hash, is_it)];
     return slot->used() ? slot : nullptr;
   }
 
-  // As find, but where there is none it returns an unused one and true: the caller makes it a used
-  // one of this hash. May throw std::bad_alloc, when the table must grow.
+  // Does what find does, but if there is none, returns an unused slot and true. The caller must
+  // make it a used slot of this hash. May throw std::bad_alloc when the table must grow.
   template <typename Predicate>
   std::pair<Slot*, bool> try_emplace(std::uint64_t hash, Predicate is_it) {
     if (size_ >= most()) [[unlikely]]
@@ -59,13 +59,13 @@ class HashTable {
     --size_;
   }
 
-  // As new, but for its memory, which it keeps.
+  // Empties the table, which keeps its memory.
   void clear() noexcept {
     std::fill(slots_.begin(), slots_.end(), Slot{});
     size_ = 0;
   }
 
-  // The address to prefetch before a slot of this hash is looked up: it is there or close by.
+  // The address to prefetch before a slot of this hash is looked up: at or near the slot.
   [[nodiscard]] const void* prefetch_address(std::uint64_t hash) const noexcept {
     return &slots_[home(hash)];
   }
@@ -80,7 +80,7 @@ class HashTable {
   }
 
  private:
-  // Used slots, at most.
+  // Maximum number of used slots.
   [[nodiscard]] std::size_t most() const noexcept { return (mask_ + 1) / 4 * kFullQuarters; }
   [[nodiscard]] std::size_t home(std::uint64_t hash) const noexcept { return hash >> shift_; }
   [[nodiscard]] std::size_t next(std::size_t slot) const noexcept { return (slot + 1) & mask_; }

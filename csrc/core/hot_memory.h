@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for what every allocation touches: one huge page, so that it takes one entry of the
-// address translation cache. Between two allocations a training step runs enough code to evict the
-// rest, and in a virtual machine each page that must be looked up anew costs as much as all our
-// instructions.
+// Memory that every allocation uses: one huge page, so that it needs one entry of the address
+// translation cache. Between two allocations a training step runs enough code to evict other
+// entries. In a virtual machine each page whose translation was evicted costs as much as all
+// instructions of the profiler.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace opacus_memprof {
 
-// 64-byte aligned, zeroed, never given back. nullptr once the page is used up.
+// 64-byte aligned, zeroed, never freed. nullptr once the page is used up.
 void* hot_memory(std::size_t bytes) noexcept;
 bool is_hot_memory(const void* pointer) noexcept;
 
-// For containers: hot memory while there is some, then the heap.
+// An allocator for containers: hot memory while there is some, then the heap.
 template <typename T>
 struct HotAllocator {
   using value_type = T;

@@ -14,8 +14,8 @@ class IdCache {
  public:
   static constexpr std::size_t kSlots = 1024;
 
-  // The id of an address. `find_id()` is called where the cache does not have it: once for each
-  // address, unless threads ask for it at the same time or the cache is full.
+  // Returns the id of an address. `find_id()` is called if the cache does not have it: once for
+  // each address, unless threads request it at the same time or the cache is full.
   template <typename FindId>
   std::uint16_t id_of(const void* pointer, FindId find_id) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer) & kAddressBits;

@@ -11,7 +11,7 @@
 
 namespace opacus_memprof {
 
-// Half a cache line: the table is the largest thing that an allocation touches.
+// Half a cache line, because the table is the largest object that an allocation touches.
 class Block {
  public:
   std::uint64_t address = 0;  // 0 marks an empty slot
@@ -22,8 +22,8 @@ class Block {
     return hash_of(address >> 6U);  // allocators align to 64 bytes or more
   }
 
-  // Bytes requested; what it counts as now; what it counts as once no capture holds it. One word,
-  // as the event file has it: writing its parts and reading it whole would stall.
+  // Requested bytes; present category; category once no capture holds it. One word, as in the event
+  // file: writing its parts and reading it as a whole would stall.
   [[nodiscard]] std::uint64_t size() const noexcept { return word_ & kSize; }
   [[nodiscard]] std::uint8_t category() const noexcept {
     return static_cast<std::uint8_t>(word_ >> 48U);
@@ -41,27 +41,27 @@ class Block {
 
  public:
   std::uint32_t step = 0;    // physical step of birth
-  std::uint32_t serial = 0;  // tells a block from a later one at its address
+  std::uint32_t serial = 0;  // distinguishes a block from a later one at its address
   std::uint16_t module = 0;
   std::uint16_t op = 0;
   std::uint8_t device = 0;
   std::uint8_t stream = 0;
   std::uint8_t thread = 0;
   std::uint8_t phase : 6 = 0;     // of birth
-  std::uint8_t captured : 1 = 0;  // Opacus holds it; the recorder counts how often
-  std::uint8_t seeded : 1 = 0;    // there before the profiler; its free may go unseen
+  std::uint8_t captured : 1 = 0;  // whether Opacus holds it; the recorder counts how often
+  std::uint8_t seeded : 1 = 0;    // existed before the profiler; its free may be unseen
 };
 static_assert(sizeof(Block) == 32);
 
 class Ledger {
  public:
-  // nullptr where there is none. Pointers hold until the next insertion or erasure.
+  // nullptr if there is none. Pointers are valid until the next insertion or erasure.
   [[nodiscard]] Block* find(std::uint64_t address) noexcept {
     return blocks_.find(Block::hash_of_address(address),
                         [=](const Block& block) { return block.address == address; });
   }
-  // The block at this address (not 0), which is new and empty but for its address where there was
-  // none: one search for both. May throw std::bad_alloc when the table must grow.
+  // Returns the block at this address (not 0) and whether it is new. A new block is empty except
+  // for its address. This needs one search. May throw std::bad_alloc when the table must grow.
   std::pair<Block*, bool> try_emplace(std::uint64_t address) {
     const auto found =
         blocks_.try_emplace(Block::hash_of_address(address),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The live blocks of all devices, the bytes that they add up to, and how often Opacus has captured
-// each. Not thread safe: the recorder's lock guards it.
+// The live blocks of all devices, their total bytes, and how often Opacus has captured each. Not
+// thread safe: the recorder's lock guards it.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace opacus_memprof {
 
-// Tells a block from a later one at the same address.
+// Distinguishes a block from a later one at the same address.
 struct BlockId {
   std::uint64_t address = 0;
   std::uint32_t serial = 0;
@@ -31,15 +31,15 @@ class LiveMemory {
   }
   [[nodiscard]] const DeviceCounters* first_gpu() const noexcept { return &counters_[1]; }
 
-  // nullptr where there is none. Pointers hold until the next insertion or erasure.
+  // nullptr if there is none. Pointers are valid until the next insertion or erasure.
   [[nodiscard]] Block* find(std::uint64_t address) noexcept { return ledger_.find(address); }
   [[nodiscard]] Block* find(BlockId id) noexcept {
     Block* block = ledger_.find(id.address);
     return block != nullptr && block->serial == id.serial ? block : nullptr;
   }
 
-  // The block at this address, and whether it is new: then only its address is set, and add() must
-  // follow. nullptr where the host has no memory for it.
+  // Returns the block at this address, and whether it is new: then only its address is set, and
+  // add() must follow. Returns nullptr if the host has no memory for it.
   std::pair<Block*, bool> try_emplace(std::uint64_t address) noexcept {
     try {
       return ledger_.try_emplace(address);
@@ -53,8 +53,8 @@ class LiveMemory {
     counters_[block.device].add(block.category(), block.size(), block.phase, block.step);
   }
 
-  // Takes the block out of the counters. If that ends a new maximum, closes the peak first and
-  // returns it, else kNoPeak.
+  // Removes the block from the counters. If this ends a new maximum, closes the peak first and
+  // returns it, otherwise kNoPeak.
   PeakId subtract(const Block& block) noexcept {
     DeviceCounters& counters = counters_[block.device];
     PeakId closed = kNoPeak;
@@ -74,7 +74,7 @@ class LiveMemory {
     block.set(block.size(), category, base);
   }
 
-  // How often Opacus holds the block.
+  // Returns how often Opacus holds the block.
   [[nodiscard]] std::uint32_t captures_of(const Block& block) const noexcept {
     if (!block.captured) return 0;
     const auto more = more_captures_.find(block.address);
@@ -89,7 +89,7 @@ class LiveMemory {
     block.captured = 1;
     return true;
   }
-  // Returns true if this was the last capture of the block, which is captured.
+  // Returns true if this was the last capture of the block, which must be captured.
   bool release(Block& block) noexcept {
     const auto more = more_captures_.find(block.address);
     if (more != more_captures_.end()) {
@@ -115,7 +115,7 @@ class LiveMemory {
   void for_each_block(Function function) {
     ledger_.for_each(function);
   }
-  template <typename Function>  // function(device, counters), for those that ever had a block
+  template <typename Function>  // function(device, counters), for devices that ever had a block
   void for_each_device(Function function) {
     for (std::size_t device = 0; device < kMaxDevices; ++device) {
       if (counters_[device].seen()) function(static_cast<Device>(device), counters_[device]);
@@ -130,7 +130,7 @@ class LiveMemory {
   Ledger ledger_;
   std::uint32_t next_serial_ = 1;
   std::array<DeviceCounters, kMaxDevices> counters_;
-  // Address → how often Opacus holds it beyond the first time, which the block itself remembers.
+  // Address → number of captures beyond the first, which the block itself stores.
   std::unordered_map<std::uint64_t, std::uint32_t> more_captures_;
 };
 

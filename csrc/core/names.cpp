@@ -15,7 +15,7 @@ namespace {
 constexpr std::string_view kOther = "(other)";
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD
 
-// Of the character of UTF-8 that starts with `first`; 0 if none does.
+// Returns the length of the UTF-8 character that starts with `first`; 0 if there is none.
 std::size_t length_of(unsigned char first) noexcept {
   if (first < 0x80) return 1;
   if (first < 0xC2 || first > 0xF4) return 0;
@@ -23,8 +23,8 @@ std::size_t length_of(unsigned char first) noexcept {
   return first < 0xF0 ? 3 : 4;
 }
 
-// Whether `byte` may be number `at` of that character. Number 1 decides: none is written longer
-// than it need be, is half of a UTF-16 pair, or lies beyond U+10FFFF.
+// Returns whether `byte` may be number `at` of that character. Number 1 decides: this excludes
+// overlong encodings, halves of UTF-16 pairs, and characters beyond U+10FFFF.
 bool continues(unsigned char first, std::size_t at, unsigned char byte) noexcept {
   unsigned char low = 0x80;
   unsigned char high = 0xBF;
@@ -37,8 +37,8 @@ bool continues(unsigned char first, std::size_t at, unsigned char byte) noexcept
   return low <= byte && byte <= high;
 }
 
-// Names come from anywhere, while meta.json and Python take UTF-8 alone. Linux cuts a thread's name
-// at 15 bytes, be it inside a character: such a rest is left out.
+// Names come from any source, while meta.json and Python accept UTF-8 only. Linux cuts a thread's
+// name after 15 bytes, perhaps inside a character; such an incomplete character is dropped.
 std::string as_utf8(std::string_view text) {
   std::string result;
   while (!text.empty()) {
@@ -63,7 +63,7 @@ std::string as_utf8(std::string_view text) {
 
 Names::Names() {
   list_of(Kind::category).limit = kMaxCategories;
-  list_of(Kind::module).limit = 0xFFFF;  // kKeep16 is no id
+  list_of(Kind::module).limit = 0xFFFF;  // kKeep16 is not an id
   list_of(Kind::op).limit = 0xFFFF;
   list_of(Kind::thread).limit = 0x100;
   list_of(Kind::stream).limit = 0x100;

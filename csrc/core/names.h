@@ -20,24 +20,24 @@ class Names {
 
   Names();
 
-  // The id of `name`, added if new; what is not UTF-8 in it is replaced. A list that is full
-  // answers with its last id, which then is named "(other)": no bytes are lost, only their names
-  // merge.
+  // Returns the id of `name`, which is added if it is new; invalid UTF-8 is replaced. If a list is
+  // full, its last id is returned and named "(other)": no bytes are lost, only their names merge.
   std::uint16_t intern(Kind kind, std::string_view name);
 
-  // As intern, but throws std::out_of_range with one sentence where `intern` would merge names.
+  // Does what intern does, but throws std::out_of_range with one sentence if `intern` would merge
+  // names.
   std::uint16_t intern_or_throw(Kind kind, std::string_view name);
 
-  // What the module is for reports, "attention" or "mlp": known of its class, where the name says
-  // nothing. "" takes it back.
+  // Sets the component of a module for reports, "attention" or "mlp". It comes from the module's
+  // class, because names do not tell. "" removes it.
   void set_component(std::uint16_t module, std::string_view component);
-  // Of each module by its id, "" where nothing was set.
+  // The component of each module by its id; "" if none was set.
   [[nodiscard]] std::vector<std::string> components() const;
 
   [[nodiscard]] std::vector<std::string> list(Kind kind) const;
-  [[nodiscard]] std::string name(Kind kind, std::size_t id) const;  // of an id that was given out
-  [[nodiscard]] std::size_t size(Kind kind) const noexcept;         // ids are below
-  // Counts every change, so that meta.json is rewritten only when it must be.
+  [[nodiscard]] std::string name(Kind kind, std::size_t id) const;  // of an id that exists
+  [[nodiscard]] std::size_t size(Kind kind) const noexcept;         // ids are smaller
+  // Counts every change, so that meta.json is rewritten only if necessary.
   [[nodiscard]] std::uint64_t version() const noexcept;
 
   // For pthread_atfork: no thread holds the lock while the process forks.
@@ -59,10 +59,11 @@ class Names {
   std::uint64_t version_ = 0;
 };
 
-// The process' names; never destroyed, since threads may outlive static destruction.
+// The process' names; never destroyed, because threads may outlive static destruction.
 Names& names();
 
-// The id of a phase. Throws std::invalid_argument with one sentence if no phase has this name.
+// Returns the id of a phase. Throws std::invalid_argument with one sentence if no phase has this
+// name.
 std::uint8_t phase_id(std::string_view name);
 
 }  // namespace opacus_memprof

@@ -108,7 +108,7 @@ void ProfileDirectory::refresh_meta() noexcept {
   try {
     if (names().version() != written_version_) replace_meta();
   } catch (const std::exception&) {
-    // A full disk shows in events_status(); the next refresh tries again.
+    // events_status reports a full disk; the next refresh tries again.
   }
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a profile directory that is written while training runs: the event files and
-// meta.json.
+// The part of a profile directory that is written during training: the event files and meta.json.
 #pragma once
 
 #include <atomic>
@@ -21,14 +20,15 @@ std::map<std::string, std::vector<std::string>> all_names();
 class ProfileDirectory {
  public:
   // Starts writing the recorder's events. `info_json` is an object whose keys (versions, devices,
-  // …) meta.json takes over. Throws std::system_error, std::invalid_argument, std::logic_error.
+  // …) are merged into meta.json. Throws std::system_error, std::invalid_argument,
+  // std::logic_error.
   ProfileDirectory(std::string directory, std::uint64_t max_events, const std::string& info_json);
   ProfileDirectory(const ProfileDirectory&) = delete;
   ProfileDirectory& operator=(const ProfileDirectory&) = delete;
   // Ends the event file and writes the last meta.json.
   ~ProfileDirectory();
 
-  // Brings the directory up to date: all events so far are in the files, and meta.json is replaced
+  // Updates the directory: all events so far are in the files, and meta.json is replaced
   // atomically. Throws std::system_error.
   void write_meta();
 
@@ -42,14 +42,14 @@ class ProfileDirectory {
   std::atomic<std::uint64_t> written_version_{0};
 };
 
-// The process writes at most one at a time. These are called with the GIL held, or by one thread.
+// The process writes at most one directory at a time. Called with the GIL held, or by one thread.
 
-// As the constructor. Throws std::runtime_error if one is being written.
+// Does what the constructor does. Throws std::runtime_error if one is being written.
 void start_profile_directory(const std::string& directory, std::uint64_t max_events,
                              const std::string& info_json);
-// The one that is being written. Throws std::runtime_error if there is none.
+// The directory that is being written. Throws std::runtime_error if there is none.
 ProfileDirectory& current_profile_directory();
-// The one that is being written, if any, for the caller to destroy.
+// Returns the directory that is being written, if any; the caller destroys it.
 std::unique_ptr<ProfileDirectory> detach_profile_directory();
 
 }  // namespace opacus_memprof

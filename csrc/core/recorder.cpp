@@ -29,8 +29,8 @@ constexpr Tag kUnknown{.category = static_cast<std::uint8_t>(Category::unattribu
 
 }  // namespace
 
-// A forked child (a DataLoader worker) shares the parent's file and inherits its locks: no thread
-// may hold one while the process forks, and the child stops recording.
+// A forked child (a DataLoader worker) shares the parent's file and inherits its locks. So no
+// thread may hold one while the process forks, and the child stops recording.
 struct ForkHandlers {
   static void prepare() {
     names().lock();
@@ -129,7 +129,7 @@ std::uint64_t Recorder::retag(std::uint64_t address, std::uint8_t category, std:
   const bool new_module = module != kKeep16 && module != block->module;
   if (block->base() == category && !new_module) return 0;
   if (module != kKeep16) block->module = module;
-  // A captured block keeps its category; the event then says only the module.
+  // A captured block keeps its category; the event then contains only the module.
   change_category(*block, block->captured ? block->category() : category, category, thread);
   return block->size();
 }
@@ -187,20 +187,20 @@ void Recorder::end_step(bool logical) noexcept {
 }
 
 std::uint64_t Recorder::on_oom(std::uint64_t size, Device device, Tag tag) noexcept {
-  constexpr std::uint64_t kLargest = (std::uint64_t{1} << 48U) - 1;  // that an event can say
+  constexpr std::uint64_t kLargest = (std::uint64_t{1} << 48U) - 1;  // the largest size in an event
   Block request;
   request.set(std::min(size, kLargest), tag.category, tag.category);
   request.device = device;
   request.module = tag.module;
   request.thread = this_thread().thread_id();
-  std::list<Failure> failure;  // memory is asked for outside the lock, and given back there
+  std::list<Failure> failure;  // memory is allocated outside the lock, and freed there
   try {
     failure.push_back({.requested = size,
                        .unix_ns = unix_ns(),
                        .device = device,
                        .tag = tag,
                        .holdings = holdings_of(live_blocks(), device)});
-  } catch (const std::bad_alloc&) {  // on the CPU it may be the host's memory that ran out
+  } catch (const std::bad_alloc&) {  // on the CPU the host's memory may have run out
   }
   const std::lock_guard guard(lock_);
   log_.write(EventKind::oom, request, tag.phase, tag.op, step());

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sole entry for what allocators and hooks report: keeps the ledger, the counters and the event
-// file in step under one lock, so that a snapshot is consistent and events are totally ordered.
+// The only entry for reports of allocators and hooks. Keeps the ledger, the counters and the event
+// file consistent under one lock, so that snapshots are consistent and events are totally ordered.
 //
-// Allocators call on_alloc after the upstream allocator has allocated, and on_free before it frees:
-// an address may be handed out again at once.
+// Allocators call on_alloc after the upstream allocator has allocated, and on_free before it frees,
+// because an address may be handed out again immediately.
 #pragma once
 
 #include <atomic>
@@ -28,56 +28,61 @@ class Recorder {
   Recorder();
 
   // --- from allocators. `tag` comes from ThreadTags::resolve. ---
-  // (Small structs of narrow fields are not passed or returned by value here: they would be put
-  // together in memory and then read as one word, which waits for the stores.)
-  // Called before upstream allocates, and first of all in a free: fetches in parallel what is
-  // needed one after the other later.
+  // (Small structs of narrow fields are not passed or returned by value here: they would be
+  // composed in memory and then read as one word, which waits for the stores.)
+  //
+  // Called before upstream allocates, and first of all in a free: fetches data in parallel that
+  // would otherwise be fetched one after the other.
   void prefetch() const noexcept;
-  // The address to prefetch before a call for this block. (gcc 12 drops calls of functions that do
-  // nothing but prefetch.)
+  // The address to prefetch before a call for this block. (gcc 12 drops calls of functions that
+  // only prefetch.)
   [[nodiscard]] const void* prefetch_address(std::uint64_t address) const noexcept {
     return live_.prefetch_address(address);
   }
-  // false in a forked child, whose blocks are not recorded.
+  // Returns false in a forked child, whose blocks are not recorded.
   [[nodiscard]] bool is_recording() const noexcept { return enabled_; }
-  // Whether events are being written. They need stream, module and op, the counters do not.
+  // Returns whether events are being written. They need stream, module and op; counters do not.
   [[nodiscard]] bool writes_events() const noexcept { return log_.is_open(); }
   void on_alloc(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
                 const Tag& tag) noexcept;
-  // `phase` is what the freeing thread is doing. Returns the peak that this free has ended, so that
-  // upstream may be asked for its numbers now, or kNoPeak.
+  // `phase` is the phase of the freeing thread. Returns the peak that this free has ended, so that
+  // upstream can be asked for its counts now, or kNoPeak.
   PeakId on_free(std::uint64_t address, Phase phase) noexcept;
-  // As on_free, for a block that has gone unseen: the id tells it from a later one at its address.
+  // Does what on_free does, for a block whose free was not seen: the id distinguishes it from a
+  // later one at its address.
   PeakId forget(BlockId id, Phase phase) noexcept;
-  // A block that was there before the profiler.
+  // Adds a block that existed before the profiler.
   void seed(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream) noexcept;
-  // A failed allocation. Adds up the device's live blocks by origin; returns the failure's number.
+  // Records a failed allocation. Adds up the device's live blocks by origin; returns the failure's
+  // number.
   std::uint64_t on_oom(std::uint64_t size, Device device, Tag tag) noexcept;
   void note_upstream_at_failure(std::uint64_t number, const UpstreamAtFailure& upstream) noexcept;
-  // What upstream counts at the peak that was just closed. Nothing is noted where another one has
-  // been closed since: while upstream was asked, other threads went on.
+  // Records upstream's counts at the peak that was just closed. Ignored if another peak has been
+  // closed since then: other threads continue while upstream is asked.
   void note_upstream_at_peak(PeakId peak, std::int64_t requested, std::int64_t allocated,
                              std::int64_t reserved) noexcept;
-  // Closes the peak that no free has ended yet, of which upstream should be asked; or kNoPeak.
+  // Closes the peak that no free has ended yet and returns it, so that upstream can be asked for
+  // its counts; or kNoPeak.
   PeakId close_peak(Device device) noexcept;
   [[nodiscard]] bool has_block(std::uint64_t address) noexcept;
   [[nodiscard]] std::uint64_t size_of(std::uint64_t address) noexcept;    // 0 if unknown
-  [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // likewise
-  // The block's own free will be reported from now on.
+  [[nodiscard]] std::uint16_t module_of(std::uint64_t address) noexcept;  // 0 if unknown
+  // Marks the block: its free will be reported from now on.
   void adopt(std::uint64_t address) noexcept;
 
   // --- from hooks ---
-  // Returns the block's bytes if its category (or module) changed, else 0. `module` may be kKeep16.
-  // With `expected` (a bit per category) other categories are left alone.
+  // Returns the block's bytes if its category (or module) changed, otherwise 0. `module` may be
+  // kKeep16. With `expected` (one bit per category) blocks of other categories do not change.
   static constexpr std::uint64_t kAnyCategory = ~std::uint64_t{0};
   [[gnu::hot, gnu::flatten]] std::uint64_t retag(std::uint64_t address, std::uint8_t category,
                                                  std::uint16_t module,
                                                  std::uint64_t expected = kAnyCategory) noexcept;
-  // Opacus holds the block as a captured activation. serial 0: not a block that can be one.
+  // Records that Opacus holds the block as a captured activation. A serial of 0 means that it is
+  // not a block that can be captured.
   [[gnu::hot]] BlockId capture(std::uint64_t address);
   [[gnu::hot]] void release(BlockId id) noexcept;
-  // Decides whether Opacus alone holds the captured block, or autograd as well: `holders` counts
-  // those that hold its storage.
+  // Decides whether Opacus alone holds the captured block, or autograd as well. `holders` is the
+  // number of references to its storage.
   [[gnu::hot]] void settle(BlockId id, std::int64_t holders) noexcept;
 
   void set_phase(Phase phase) noexcept;  // of the calling thread
@@ -99,13 +104,13 @@ class Recorder {
     std::uint64_t unix_ns = 0;
     std::uint32_t step = 0;
     std::uint32_t logical_step = 0;
-    std::vector<DeviceState> devices;  // those that ever had a block
+    std::vector<DeviceState> devices;  // devices that ever had a block
   };
   struct Snapshot : State {
     std::string name;
     std::uint64_t index = 0;
   };
-  // As a snapshot, but it leaves no trace in the events.
+  // Does what a snapshot does, without an event.
   State state();
   Snapshot snapshot(const std::string& name);
   struct DevicePeak : Peak {
@@ -114,24 +119,26 @@ class Recorder {
   std::vector<DevicePeak> peaks();
   void reset_peaks() noexcept;
   std::vector<Block> live_blocks();
-  // The newest since events were started, the newest last; at most FailureLog::kMaxFailures.
+  // The newest failures since events were started, the newest last; at most
+  // FailureLog::kMaxFailures.
   std::vector<Failure> failures();
 
-  // Steps count from 0 again; what is live enters the file as seeds. Throws std::logic_error if
-  // events are being written already.
+  // Starts events. Steps count from 0 again; live blocks are written to the file as seeds. Throws
+  // std::logic_error if events are being written already.
   void start_events(std::unique_ptr<EventFile> file);
-  // Returns the file for its owner to close outside the lock; nullptr if there was none.
+  // Returns the file, which its owner closes outside the lock; nullptr if there was none.
   std::unique_ptr<EventFile> stop_events() noexcept;
   EventLog::Status events_status();
-  // Waits until the files have every event so far. Not while another thread ends the file.
+  // Waits until the files have every event so far. Must not run while another thread ends the file.
   void flush_events();
   // EventFile::Calls::live_blocks.
   std::vector<Block> go_on_after_loss(EventFile& file);
 
  private:
   friend struct ForkHandlers;
-  // These are told of the calling thread, rather than ask this_thread() under the lock: its first
-  // call makes the thread's tags, and takes the lock of the names for that (ForkHandlers' order).
+  // These get the calling thread's tags as an argument. Calling this_thread() under the lock is not
+  // allowed: its first call creates the thread's tags, and takes the lock of the names (see the
+  // order in ForkHandlers).
   void write_mark(EventKind kind, const ThreadTags& thread, std::uint8_t phase, std::uint16_t op,
                   std::uint64_t size) noexcept;
   [[gnu::hot]] void change_category(Block& block, std::uint8_t category, std::uint8_t base,
@@ -139,18 +146,18 @@ class Recorder {
   Block* insert(std::uint64_t address, std::uint64_t size, Device device, std::uint8_t stream,
                 const Tag& tag, std::uint8_t thread) noexcept;
   PeakId erase(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
-  // Where a seeded block was freed unseen: upstream would not hand out a live address.
+  // For a seeded block that was freed unseen: upstream would not hand out a live address.
   [[gnu::cold]] Block* insert_again(Block* block, std::uint8_t phase, std::uint8_t thread) noexcept;
   void read_counters(State& state) noexcept;
-  template <typename Then>  // what is called under the same lock
+  template <typename Then>  // called under the same lock
   std::vector<Block> copy_blocks(Then then);
   [[nodiscard]] std::uint32_t step() const noexcept {
     return physical_.load(std::memory_order_relaxed);
   }
 
-  // What every allocation touches comes first, on two lines.
+  // The members that every allocation uses come first, on two lines.
   alignas(64) SpinLock lock_;
-  bool enabled_ = true;  // changes in a child alone, while that has one thread
+  bool enabled_ = true;  // changes only in a child, while it has one thread
   EventLog log_;
   std::atomic<std::uint32_t> physical_{0};
   LiveMemory live_;
@@ -164,26 +171,27 @@ namespace detail {
 extern Recorder* const process_recorder;
 }
 
-// The process' recorder; never destroyed, since blocks may outlive static destruction.
+// The process' recorder; never destroyed, because blocks may outlive static destruction.
 inline Recorder& recorder() { return *detail::process_recorder; }
 
 inline void Recorder::prefetch() const noexcept {
   __builtin_prefetch(&lock_, 1);
   __builtin_prefetch(&live_, 1);
   __builtin_prefetch(live_.first_gpu(), 1);
-  // Not where there is none: the walk of the page table for address 0 costs more than it may save.
+  // Not for a null pointer: the page table walk for address 0 costs more than the prefetch may
+  // save.
   if (const EventFile* file = log_.file()) __builtin_prefetch(file, 1);
   __builtin_prefetch(&this_thread());
   __builtin_prefetch(&backward_state);
 }
 
-// --- what every allocation and free does ---
+// --- the code that every allocation and free runs ---
 
 inline Block* Recorder::insert(std::uint64_t address, std::uint64_t size, Device device,
                                std::uint8_t stream, const Tag& tag, std::uint8_t thread) noexcept {
   if (!enabled_) return nullptr;
   auto [block, added] = live_.try_emplace(address);
-  // Without memory on the host, the block shows as a remainder, and training goes on.
+  // Without memory on the host, the block becomes a part of the remainder, and training continues.
   if (block == nullptr) [[unlikely]]
     return nullptr;
   if (!added) [[unlikely]]

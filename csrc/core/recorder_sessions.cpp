@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What sessions ask of the recorder: counters, peaks, live blocks, failures, the event file.
+// The recorder's functions for sessions: counters, peaks, live blocks, failures, the event file.
 #include <list>
 #include <mutex>
 #include <utility>
@@ -37,8 +37,8 @@ Recorder::State Recorder::state() {
 }
 
 Recorder::Snapshot Recorder::snapshot(const std::string& name) {
-  // Snapshots may be named without end. Half of the names stays for operations; beyond, only
-  // snapshots.jsonl has a snapshot's name.
+  // The number of snapshot names is unlimited. Half of the names is reserved for operations; beyond
+  // that, only snapshots.jsonl has a snapshot's name.
   const bool has_room = names().size(Names::Kind::op) < kMostNamesWithSnapshots;
   const std::uint16_t op = has_room ? names().intern(Names::Kind::op, name) : std::uint16_t{0};
   const ThreadTags& thread = this_thread();
@@ -80,7 +80,7 @@ std::vector<Block> Recorder::go_on_after_loss(EventFile& file) {
 template <typename Then>
 std::vector<Block> Recorder::copy_blocks(Then then) {
   std::vector<Block> blocks;
-  for (;;) {  // memory is asked for outside the lock
+  for (;;) {  // memory is allocated outside the lock
     std::size_t expected = 0;
     {
       const std::lock_guard guard(lock_);

@@ -11,7 +11,7 @@
 
 #include "core/event_reader.h"
 #include "core/event_walk.h"
-#include "core/replay_fates.h"
+#include "core/replay_outcomes.h"
 #include "core/replay_survey.h"
 
 namespace opacus_memprof {
@@ -46,7 +46,7 @@ class Shares {
   std::vector<std::unique_ptr<CategoryBytes>> by_id_;
 };
 
-// Of any number of blocks the `count` that come first in an order.
+// Selects, of any number of blocks, the first `count` in an order.
 template <typename Before>
 class First {
  public:
@@ -75,10 +75,11 @@ class First {
   std::vector<const ReplayBlock*> kept_;
 };
 
-// The second pass: a visitor of EventWalk that adds up what was live at the survey's instants.
+// The second pass: a visitor of EventWalk that adds up the live memory at the survey's instants.
 class Accounting {
  public:
-  Accounting(const Fates& fates, ReplayResult& result) : fates_(fates), result_(result) {
+  Accounting(const Outcomes& outcomes, ReplayResult& result)
+      : outcomes_(outcomes), result_(result) {
     for (Device& device : result.devices) sums_[device.id].open(device);
   }
 
@@ -100,7 +101,7 @@ class Accounting {
 
   void retagged(const ReplayBlock& block, std::uint8_t before) {
     result_.categories = std::max<std::size_t>(result_.categories, block.category + 1);
-    live(block)[fates_.settled(before, block.birth)] -= static_cast<std::int64_t>(block.size);
+    live(block)[outcomes_.settled(before, block.birth)] -= static_cast<std::int64_t>(block.size);
     live(block)[settled(block)] += static_cast<std::int64_t>(block.size);
   }
 
@@ -121,7 +122,7 @@ class Accounting {
       if (gap.devices[device.id]) read(sums_[device.id], table);
     }
   }
-  void fate_known(const ReplayBlock&, std::uint16_t) {}
+  void outcome_known(const ReplayBlock&, std::uint16_t) {}
   void resumed(const Opening&, const Births&) {}
 
   void ended(const ReplayTable& table) {
@@ -131,10 +132,10 @@ class Accounting {
  private:
   struct Planned {
     Moment* moment;
-    bool at_once;  // else when the device's next block comes or goes
+    bool at_once;  // otherwise when the device's next block is allocated or freed
   };
 
-  // What is live on a device, by category, and the moments to write it into.
+  // The live memory of a device by category, and the moments that receive it.
   struct DeviceSums {
     Device* device = nullptr;
     CategoryBytes live{};
@@ -168,7 +169,7 @@ class Accounting {
   };
 
   [[nodiscard]] std::uint8_t settled(const ReplayBlock& block) const {
-    return fates_.settled(block.category, block.birth);
+    return outcomes_.settled(block.category, block.birth);
   }
 
   CategoryBytes& live(const ReplayBlock& block) { return sums_[block.device()].live; }
@@ -182,7 +183,7 @@ class Accounting {
     sums.pending.clear();
   }
 
-  // What only the walk over all live blocks can tell.
+  // Computes figures that need a pass over all live blocks.
   void detail(Device& device, const ReplayTable& table) const {
     Shares modules;
     Shares ops;
@@ -196,7 +197,7 @@ class Accounting {
       if (block.device() != device.id) return;
       const auto bytes = static_cast<std::int64_t>(block.size);
       const std::uint8_t category = settled(block);
-      modules[fates_.module(block)][category] += bytes;
+      modules[outcomes_.module(block)][category] += bytes;
       ops[block.op][category] += bytes;
       streams[block.stream][category] += bytes;
       threads[block.thread][category] += bytes;
@@ -220,20 +221,20 @@ class Accounting {
       result.push_back({.bytes = block->size,
                         .category = settled(*block),
                         .phase = static_cast<std::uint8_t>(block->phase),
-                        .module = fates_.module(*block),
+                        .module = outcomes_.module(*block),
                         .op = block->op,
                         .step = block->step});
     }
     return result;
   }
 
-  // The instant is the end of the step before `last_step_end.step`, which steps count from 0.
+  // The instant is the end of the step before `last_step_end.step`, because steps count from 0.
   void gather_residue(Device& device, const ReplayTable& table) const {
     struct Site {
       Residue residue;
-      std::vector<std::uint32_t> steps;  // as the table has them
+      std::vector<std::uint32_t> steps;  // in the order of the table
     };
-    std::unordered_map<std::uint64_t, Site> found;  // by what the residue's order compares
+    std::unordered_map<std::uint64_t, Site> found;  // by the fields that order the residue
     const std::uint32_t ended = device.last_step_end.step;
     table.for_each([&](const ReplayBlock& block) {
       if (block.device() != device.id || block.seeded != 0) return;
@@ -243,10 +244,10 @@ class Accounting {
       }
       const std::uint8_t category = settled(block);
       auto& [residue, steps] =
-          found[std::uint64_t{fates_.module(block)} << 32U | std::uint64_t{category} << 24U |
+          found[std::uint64_t{outcomes_.module(block)} << 32U | std::uint64_t{category} << 24U |
                 std::uint64_t{block.phase} << 16U | block.op];
       if (residue.blocks++ == 0) {
-        residue.module = fates_.module(block);
+        residue.module = outcomes_.module(block);
         residue.category = category;
         residue.phase = block.phase;
         residue.op = block.op;
@@ -270,7 +271,7 @@ class Accounting {
     }
   }
 
-  const Fates& fates_;
+  const Outcomes& outcomes_;
   ReplayResult& result_;
   std::array<DeviceSums, 256> sums_;  // by device
 };
@@ -287,7 +288,7 @@ ReplayResult replay(const std::string& events_path, ReplayOptions options) {
   result.devices = survey.devices();
   result.gaps = survey.gaps();
   result.events = survey.events();
-  Accounting accounting(survey.fates(), result);
+  Accounting accounting(survey.outcomes(), result);
   EventWalk second(accounting, first.release_table());
   second.visit_all(reader);
   result.contradictions = second.contradictions();

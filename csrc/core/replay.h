@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an event file says: the live bytes of every device by category, at its peak and over time.
+// The content of an event file: the live bytes of every device by category, at its peak and over
+// time.
 //
-// Of a run with gaps (docs/format.md, Pieces) the figures are those of what is there: each part
-// opens with the live set, so that every instant in it is exact.
+// For a run with gaps (docs/format.md, Pieces) the figures describe the existing parts. Each part
+// begins with the live set, so that every instant in it is exact.
 //
-// Which category a block belongs to can depend on how its life went on, so the file is read twice:
-// first to settle the blocks and to find the instants worth showing, then to add up what was live
-// at them. Settled means:
+// The category of a block can depend on its later life, so the file is read twice: first to settle
+// the blocks and to find the instants to report, then to add up the live memory at these. Settled
+// means:
 // - forward_undecided becomes forward_temporaries if the block was freed in the forward of its own
-//   step, else activations. A block that an activation hook captured, or that was live when an
+//   step, otherwise activations. A block that an activation hook captured, or that was live when an
 //   allocation failed (unwinding frees in forward what backward would have freed), is an
-//   activation. Where the file ends early because it was full, a block of its last step stays
+//   activation. If the file ends early because it was full, a block of its last step stays
 //   undecided.
 // - backward_temporaries, optimizer_temporaries, temp_matrices and clipping_temporaries that are
-//   retagged were from birth on what they are first retagged to: a gradient, an optimizer state, a
-//   per-sample gradient, a clipped sum. The first two, never retagged and outliving their phase,
-//   become unattributed: whatever they are, they are not temporaries. Outlived is seen
+//   retagged get the category of their first retag from birth on: a gradient, an optimizer state, a
+//   per-sample gradient, a clipped sum. The first two become unattributed if they are never
+//   retagged and outlive their phase, because then they are not temporaries. Outliving is detected
 //   at the next step event, at the next event of a thread that enters another phase, or at the end
-//   of a file that ended in good order; what was live when an allocation failed keeps its name, and
-//   so does what autograd's own thread drops late: a thread that enters no phase, not in backward.
-// - a block that no module's code made belongs from birth on to the module that it is first given:
-//   the owner of the parameter whose state, sum or gradient it is.
+//   of a file that ended properly. Blocks that were live when an allocation failed keep their
+//   category. So do blocks that autograd's own thread frees late: a thread that enters no phase,
+//   not in backward.
+// - a block that no module's code allocated belongs from birth on to the first module that it is
+//   given: the owner of the parameter whose state, sum or gradient it is.
 #pragma once
 
 #include <array>
@@ -37,13 +39,13 @@
 namespace opacus_memprof {
 
 struct ReplayOptions {
-  std::size_t timeline_points = 2000;  // rows of a device's timeline, at most
+  std::size_t timeline_points = 2000;  // maximum number of rows in a device's timeline
 };
 
 struct ReplayResult {
   static constexpr std::uint64_t kNever = ~std::uint64_t{0};
 
-  // Right after an event. `bytes` are the live requested bytes of one device.
+  // The state right after an event. `bytes` are the live requested bytes of one device.
   struct Instant {
     std::uint64_t event = kNever;
     std::int64_t time_ns = 0;  // since the file was started
@@ -53,9 +55,9 @@ struct ReplayResult {
     std::uint8_t phase = 0;
   };
 
-  // The sum of `categories` is `bytes`. For a maximum they are read when the device's next block
-  // comes or goes: what is retagged at the maximum counts under its new name, as in the live
-  // counters.
+  // The sum of `categories` is `bytes`. For a maximum they are read when the device's next block is
+  // allocated or freed: blocks that are retagged at the maximum count under their new category, as
+  // in the live counters.
   struct Moment : Instant {
     CategoryBytes categories{};
   };
@@ -64,7 +66,7 @@ struct ReplayResult {
     std::uint32_t number = 0;
     Moment peak;
     std::int64_t end_bytes = 0;
-    bool complete = false;  // all of it was seen, and a step event ended it
+    bool complete = false;  // whether all of it was seen, and a step event ended it
   };
 
   struct Snapshot : Moment {
@@ -73,7 +75,7 @@ struct ReplayResult {
   };
 
   struct OutOfMemory : Moment {
-    std::uint64_t requested = 0;  // the bytes that were not to be had, and their tag
+    std::uint64_t requested = 0;  // bytes of the failed request, and their tag
     std::uint8_t category = 0;
     std::uint16_t module = 0;
     std::uint16_t op = 0;
@@ -88,16 +90,15 @@ struct ReplayResult {
     std::uint32_t step = 0;
   };
 
-  // Of one module, op, stream or thread.
+  // Bytes of one module, op, stream or thread.
   struct Share {
     std::uint16_t id = 0;
     CategoryBytes categories{};
   };
 
   // Blocks of one module, category and site (phase and op of birth) that are still live at the end
-  // of the last step, though they were born neither in the first kWarmUpSteps nor in the last
-  // kRecentSteps steps. A run that keeps to its memory leaves few: what each step makes, a later
-  // one frees.
+  // of the last step, and were born neither in the first kWarmUpSteps nor in the last kRecentSteps
+  // steps. A run without growing memory has few: later steps free the blocks of earlier ones.
   struct Residue {
     std::uint16_t module = 0;
     std::uint8_t category = 0;
@@ -105,7 +106,7 @@ struct ReplayResult {
     std::uint16_t op = 0;
     std::int64_t bytes = 0;
     std::uint64_t blocks = 0;
-    std::uint64_t steps = 0;  // in which they were born: how many, the first and the last
+    std::uint64_t steps = 0;  // steps of their births: how many, the first and the last
     std::uint32_t first_step = 0;
     std::uint32_t last_step = 0;
   };
@@ -113,34 +114,34 @@ struct ReplayResult {
   struct Device {
     std::uint8_t id = 0;
     Moment peak;                                   // the first instant of the highest bytes
-    std::vector<Share> modules;                    // at the peak, by id; so are the next three
+    std::vector<Share> modules;                    // at the peak, by id; likewise the next three
     std::vector<Share> ops;                        // of a block's birth
     std::vector<Share> streams;                    // likewise
     std::vector<Share> threads;                    // likewise
     std::array<CategoryBytes, kPhases> born_in{};  // at the peak, by the phase of birth
     std::vector<LiveBlock> largest_blocks;         // at the peak, at most 50
     std::vector<LiveBlock> newest_blocks;          // at the peak, at most 10, the last born first
-    std::array<Moment, kPhases> phases;            // highest in each; event kNever: not seen
-    std::vector<Step> steps;                       // at most kMaxSteps
+    std::array<Moment, kPhases> phases;  // highest instant of each; event kNever: not seen
+    std::vector<Step> steps;             // at most kMaxSteps
     std::uint64_t steps_left_out = 0;
     std::vector<Moment> timeline;  // the highest of each of `timeline_points` runs of events
     std::vector<Snapshot> snapshots;
     std::vector<OutOfMemory> out_of_memory;
     Moment last_step_end;          // event kNever: no step ended
-    std::vector<Residue> residue;  // then, by module, category, phase and op
+    std::vector<Residue> residue;  // at that instant, by module, category, phase and op
     std::int64_t end_bytes = 0;
   };
 
   static constexpr std::uint32_t kWarmUpSteps = 2;  // optimizer states, workspaces, caches
-  static constexpr std::uint32_t kRecentSteps = 2;  // what the next step may still replace
+  static constexpr std::uint32_t kRecentSteps = 2;  // blocks that the next step may still replace
 
-  // First and last steps, and the highest of those between.
+  // First and last steps, and the highest of the others.
   static constexpr std::size_t kMaxSteps = 600;
 
-  // Events that no file has: removed from a long run, or lost.
+  // Events that are in no file: removed from a long run, or lost.
   struct Gap {
-    std::uint64_t first_event = 0;  // how many events there were before
-    std::uint64_t events = 0;       // that are missing
+    std::uint64_t first_event = 0;  // number of events before it
+    std::uint64_t events = 0;       // number of missing events
     std::int64_t time_ns = 0;       // of the last event before, since the file was started
     std::int64_t end_ns = 0;        // of its end
     std::uint32_t step = 0;         // physical steps that had ended before
@@ -148,14 +149,14 @@ struct ReplayResult {
   };
 
   FileHeader header{};
-  std::uint64_t events = 0;                     // that were read
+  std::uint64_t events = 0;                     // number of events that were read
   std::size_t categories = kBuiltinCategories;  // beyond these ids every figure is 0
   Contradictions contradictions;
-  std::vector<Device> devices;  // those that had a block or ran out of memory, by id
+  std::vector<Device> devices;  // devices that had a block or ran out of memory, by id
   std::vector<Gap> gaps;        // in order
 };
 
-// Throws std::runtime_error with one sentence where `events_path` is no readable event file.
+// Throws std::runtime_error with one sentence if `events_path` is not a readable event file.
 ReplayResult replay(const std::string& events_path, ReplayOptions options = {});
 
 }  // namespace opacus_memprof

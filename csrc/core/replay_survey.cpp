@@ -29,17 +29,17 @@ Survey::DeviceState& Survey::state(std::uint8_t device) {
 }
 
 void Survey::born(const ReplayBlock& block) {
-  fates_.born(block);
+  outcomes_.born(block);
   state(block.device()).bytes += static_cast<std::int64_t>(block.size);
 }
 
 void Survey::died(ReplayBlock& block, const Event& event) {
-  fates_.died(block, event);
+  outcomes_.died(block, event);
   state(block.device()).bytes -= static_cast<std::int64_t>(block.size);
 }
 
 void Survey::after(const Event& event, std::uint64_t index) {
-  fates_.after(event);
+  outcomes_.after(event);
   ++events_;
   set_moment(event, index);
   switch (static_cast<EventKind>(event.kind)) {
@@ -78,13 +78,13 @@ void Survey::after(const Event& event, std::uint64_t index) {
 void Survey::set_moment(const Event& event, std::uint64_t index) {
   now_.event = index;
   now_.time_ns = clock_.time_of(event);
-  // A seed tells the step and phase of the block's birth, which may be long ago.
+  // A seed has the step and phase of the block's birth, which may be long ago.
   const bool seed = static_cast<EventKind>(event.kind) == EventKind::seed;
   now_.phase = static_cast<std::uint8_t>(seed ? 0 : event.phase);
   const auto step = static_cast<std::uint32_t>(event.step);
   now_.step = seed ? std::max(now_.step, step) : step;
   if (seed) return;
-  // The end of a step tells the number of the next one.
+  // The end of a step has the number of the next one.
   const bool ends = static_cast<EventKind>(event.kind) == EventKind::step;
   const std::uint32_t running = ends && step > 0 ? step - 1 : step;
   if (std::exchange(in_gap_, false)) gaps_.back().end_step = running;
@@ -166,7 +166,7 @@ void Survey::ended(const ReplayTable& table) {
                      .end_step = now_.step});
   }
   const std::uint32_t last = now_.step;
-  fates_.ended(table, header.closed != 0 && missing == 0, missing > 0 ? &last : nullptr);
+  outcomes_.ended(table, header.closed != 0 && missing == 0, missing > 0 ? &last : nullptr);
 }
 
 void Survey::choose_steps(DeviceState& device) {

@@ -12,7 +12,7 @@
 #include "core/event_reader.h"
 #include "core/event_walk.h"
 #include "core/replay.h"
-#include "core/replay_fates.h"
+#include "core/replay_outcomes.h"
 
 namespace opacus_memprof {
 
@@ -24,20 +24,20 @@ class Survey {
   void before(const Event&, const ReplayTable&) {}
   void born(const ReplayBlock& block);
   void died(ReplayBlock& block, const Event& event);
-  void retagged(ReplayBlock& block, std::uint8_t before) { fates_.retagged(block, before); }
+  void retagged(ReplayBlock& block, std::uint8_t before) { outcomes_.retagged(block, before); }
   void after(const Event& event, std::uint64_t index);
   void gap(const EventGap& gap, const ReplayTable& table);
-  void fate_known(const ReplayBlock& block, std::uint16_t module) {
-    fates_.note_fate(block, module);
+  void outcome_known(const ReplayBlock& block, std::uint16_t module) {
+    outcomes_.note_outcome(block, module);
   }
-  void resumed(const Opening& opening, const Births& births) { fates_.resumed(opening, births); }
+  void resumed(const Opening& opening, const Births& births) { outcomes_.resumed(opening, births); }
   void ended(const ReplayTable& table);
 
   [[nodiscard]] const std::vector<ReplayResult::Gap>& gaps() const { return gaps_; }
-  [[nodiscard]] std::uint64_t events() const { return events_; }  // that were read
-  [[nodiscard]] const Fates& fates() const { return fates_; }
+  [[nodiscard]] std::uint64_t events() const { return events_; }  // number of events that were read
+  [[nodiscard]] const Outcomes& outcomes() const { return outcomes_; }
 
-  // The devices with every instant in place and all categories 0. Ends the survey.
+  // Returns the devices with all instants and with all categories 0. Ends the survey.
   [[nodiscard]] std::vector<ReplayResult::Device> devices();
 
  private:
@@ -69,14 +69,14 @@ class Survey {
   EventClock clock_;
   std::uint64_t bucket_events_;
 
-  Fates fates_;
+  Outcomes outcomes_;
   std::array<std::unique_ptr<DeviceState>, 256> devices_;
   Instant now_;
   std::uint64_t events_ = 0;
   std::vector<ReplayResult::Gap> gaps_;
-  bool in_gap_ = false;                // no event since the newest gap has told its step
-  bool after_gap_ = false;             // no step has ended since
-  std::optional<std::uint32_t> step_;  // the running one, once an event other than a seed has told
+  bool in_gap_ = false;                // no event since the newest gap has shown its step
+  bool after_gap_ = false;             // no step has ended since then
+  std::optional<std::uint32_t> step_;  // the running step, once an event other than a seed shows it
 };
 
 }  // namespace opacus_memprof

@@ -16,11 +16,11 @@ struct ReplayBlock {
   std::uint64_t key =
       ~std::uint64_t{0};  // device above 48 bits of address; all ones: an empty slot
 
-  std::uint64_t birth : 37 = 0;  // how many blocks were born before this one
+  std::uint64_t birth : 37 = 0;  // number of blocks born before this one
   std::uint64_t retagged : 1 = 0;
-  std::uint64_t captured : 1 = 0;  // has been an activation hook's
-  std::uint64_t seeded : 1 = 0;    // was there before the file
-  std::uint64_t fate : 8 = 0xFF;   // replay_fates.h
+  std::uint64_t captured : 1 = 0;    // whether an activation hook has captured it
+  std::uint64_t seeded : 1 = 0;      // existed before the file
+  std::uint64_t outcome : 8 = 0xFF;  // replay_outcomes.h
   std::uint64_t stream : 8 = 0;
   std::uint64_t thread : 8 = 0;
 
@@ -36,23 +36,23 @@ struct ReplayBlock {
 };
 static_assert(sizeof(ReplayBlock) == 32);
 
-// The blocks lie one after the other as they are born, later ones in the places of the dead; a hash
-// table of 8 bytes a slot finds them. (Were they in the table itself, like the ledger's, millions
-// of live ones would take three times the time and the memory.) Not thread safe; a pointer holds
-// until its block is erased.
+// The blocks are stored in the order of their births; new ones reuse the places of dead ones. A
+// hash table of 8 bytes a slot finds them. (With blocks in the table itself, as in the ledger,
+// millions of live ones would need three times the time and the memory.) Not thread safe; a pointer
+// is valid until its block is erased.
 class ReplayTable {
  public:
   [[nodiscard]] static std::uint64_t key(const Event& event) {
     return std::uint64_t{event.device} << 48 | event.address;
   }
 
-  // Where the key would be looked up: worth a prefetch some events before it is needed, since of
-  // a table with millions of blocks hardly any of it is in a cache.
+  // The address at which the key is looked up. Prefetching it some events before it is needed is
+  // worthwhile, because most of a table with millions of blocks is in no cache.
   [[nodiscard]] const void* home(std::uint64_t key) const {
     return slots_.prefetch_address(hash_of(key));
   }
 
-  // As new, but for its memory, which it keeps.
+  // Empties the table, which keeps its memory.
   void clear() {
     slots_.clear();
     used_ = 0;
@@ -84,7 +84,7 @@ class ReplayTable {
     slots_.erase(slot);
   }
 
-  // In the order of birth, but for places taken again.
+  // In the order of birth, except for reused places.
   template <typename Visit>
   void for_each(Visit&& visit) const {
     for (std::size_t place = 1; place <= used_; ++place) {
@@ -124,7 +124,7 @@ class ReplayTable {
   HashTable<Slot, 3> slots_{kFirstBits};
   std::vector<std::unique_ptr<ReplayBlock[]>> chunks_;
   std::size_t used_ = 0;               // places that hold or held a block
-  std::vector<std::uint32_t> unused_;  // those of them that hold none now
+  std::vector<std::uint32_t> unused_;  // those of them that are unused now
 };
 
 }  // namespace opacus_memprof

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lock for critical sections of some tens of nanoseconds: one atomic exchange to take, a plain
-// store to give back (std::mutex pays a second exchange, on every allocation and every free).
+// A lock for critical sections of some tens of nanoseconds: one atomic exchange to lock, a plain
+// store to unlock (std::mutex needs a second exchange, on every allocation and every free).
 //
-// It is a leaf: nothing is called while it is held that could take another lock, because torch may
-// call the allocator with its own locks or the GIL held. A holder that lost its processor is waited
-// for by yielding.
+// It is a leaf: no function that could take another lock is called while it is held, because torch
+// may call the allocator with its own locks or the GIL held. Waiting threads yield, in case the
+// holder has lost its processor.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an allocation is for. Small and fixed-width: it is copied on every allocation.
+// The purpose of an allocation. Small and fixed-width, because it is copied on every allocation.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace opacus_memprof {
 
-// In a tag that is being pushed: take this field from the enclosing tag. On the stack's top: no
+// In a tag that is being pushed: inherit this field from the enclosing tag. On the stack's top: no
 // hook has set the field, and ThreadTags::resolve fills it in.
 inline constexpr std::uint8_t kKeep8 = 0xFF;
 inline constexpr std::uint16_t kKeep16 = 0xFFFF;
@@ -22,7 +22,7 @@ struct Tag {
   friend bool operator==(const Tag&, const Tag&) = default;
 };
 
-// `inner`, with the fields that it keeps taken from `outer`.
+// Returns `inner`, with inherited fields taken from `outer`.
 constexpr Tag merge(Tag outer, Tag inner) noexcept {
   if (inner.category == kKeep8) inner.category = outer.category;
   if (inner.phase == kKeep8) inner.phase = outer.phase;
@@ -31,8 +31,8 @@ constexpr Tag merge(Tag outer, Tag inner) noexcept {
   return inner;
 }
 
-// The category of a block that no hook claimed: what its phase makes likely. The analysis settles
-// what only the block's death can tell.
+// Returns the category of a block that no hook claimed, derived from its phase. The analysis
+// settles cases that only the block's death shows.
 constexpr Category default_category(Phase phase) noexcept {
   switch (phase) {
     case Phase::forward:

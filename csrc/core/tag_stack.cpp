@@ -14,8 +14,8 @@ namespace detail {
 constinit thread_local ThreadTags* tags_of_this_thread = nullptr;
 
 ThreadTags& make_tags_of_this_thread() {
-  // The pointer above is what the hot path reads; this owner ends the object with its thread. What
-  // is freed later still, by the thread's other destructors, is counted under shared tags.
+  // The hot path reads the pointer above; this owner destroys the object with its thread. Blocks
+  // that the thread's other destructors free even later are counted under shared tags.
   struct Owner {
     Owner() { tags_of_this_thread = new ThreadTags; }
     Owner(const Owner&) = delete;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this thread is doing: a stack of tags that hooks push and pop, and the thread's phase.
+// The current activity of this thread: a stack of tags that hooks push and pop, and the thread's
+// phase.
 //
-// Autograd runs a CUDA backward on a thread of its own, so a tag set around loss.backward() does
-// not reach it; csrc/allocators asks the engine instead and passes the answer in as
-// BackwardPosition.
+// Autograd runs a CUDA backward on a separate thread, so a tag set around loss.backward() does not
+// reach it. csrc/allocators asks the engine instead and passes the answer as BackwardPosition.
 #pragma once
 
 #include <array>
@@ -15,14 +15,14 @@
 
 namespace opacus_memprof {
 
-// Where autograd's engine is on the calling thread.
+// The position of autograd's engine on the calling thread.
 struct BackwardPosition {
   int task = -1;             // the running graph task; -1 is "not in backward"
-  std::uint16_t module = 0;  // whose forward made the running node
+  std::uint16_t module = 0;  // the module whose forward made the running node
   std::uint16_t op = 0;      // the node's type
 };
 
-// The nodes that one module's forward made in a row: autograd numbers what a thread makes.
+// Consecutive nodes that one module's forward made: autograd numbers the nodes of a thread.
 struct SequenceRange {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;
@@ -34,9 +34,9 @@ struct SequenceRange {
   }
 };
 
-// One thread's tags. Not thread safe; reached through this_thread(). What every allocation reads is
-// on its first cache line: between two allocations a training step runs enough code to evict the
-// rest.
+// One thread's tags. Not thread safe; reached through this_thread(). Its first cache line has the
+// members that every allocation reads: between two allocations a training step runs enough code to
+// evict the others.
 class alignas(64) ThreadTags {
   Tag top_;
   std::uint32_t phase_epoch_ = 0;
@@ -54,8 +54,8 @@ class alignas(64) ThreadTags {
     std::uint64_t sequence = 0;
     BackwardPosition position;
     SequenceRange range;
-    std::uint64_t forward_thread = 0;  // whose range it is
-    std::uint32_t range_changes = 0;   // how often ranges had changed when this one was found
+    std::uint64_t forward_thread = 0;  // thread of the range
+    std::uint32_t range_changes = 0;   // number of changes of ranges when this one was found
   };
   LastNode last_node;
 
@@ -70,7 +70,7 @@ class alignas(64) ThreadTags {
   // Replaces the fields of the top tag that `tag` sets, until it is popped.
   void change(Tag tag) noexcept { top_ = merge(top_, tag); }
   [[nodiscard]] std::size_t depth() const noexcept { return depth_; }
-  // Pops down to `depth`, also what an exception left behind.
+  // Pops down to `depth`, including tags that an exception left behind.
   void unwind(std::size_t depth) noexcept {
     if (depth >= depth_) return;
     depth_ = depth;
@@ -78,8 +78,8 @@ class alignas(64) ThreadTags {
   }
   [[nodiscard]] Tag top() const noexcept { return top_; }
 
-  // The phase, unless a backward pass has run since it was entered: then forward is over, but not
-  // where a module's forward still runs, which may use gradients, as another thread may.
+  // The phase. If a backward pass has run since it was entered, forward is over, unless a module's
+  // forward still runs: it may use gradients, or another thread may.
   [[nodiscard]] Phase phase() const noexcept;
   void set_phase(Phase phase) noexcept;
   void begin_forward() noexcept { ++open_forwards_; }
@@ -87,16 +87,16 @@ class alignas(64) ThreadTags {
   void end_forward(bool recomputed) noexcept;
   [[nodiscard]] bool outside_forwards() const noexcept { return open_forwards_ == 0; }
 
-  // The whole tag of an allocation made now: pushed tags first, then what autograd knows, then the
-  // phase's default category.
+  // Returns the complete tag of an allocation made now: pushed tags first, then autograd's data,
+  // then the phase's default category.
   [[nodiscard]] Tag resolve(const BackwardPosition& backward) const noexcept;
 
   [[nodiscard]] std::uint8_t thread_id() const noexcept { return thread_id_; }
 
  private:
-  // Deeper nesting keeps counting but saves no tag: the deepest one stands until its level ends.
+  // Deeper nesting is counted but saves no tag: the deepest tag remains until its level ends.
   static constexpr std::size_t kDepth = 256;
-  std::array<Tag, kDepth> saved_{};  // [i] is what was on top before the push from depth i
+  std::array<Tag, kDepth> saved_{};  // [i] is the top before the push from depth i
 };
 
 namespace detail {
@@ -113,7 +113,7 @@ inline ThreadTags& this_thread() {
   return tags != nullptr ? *tags : detail::make_tags_of_this_thread();
 }
 
-// The length of a call under a tag; its end also pops what the call left behind by raising.
+// A call under a tag; its end also pops tags that the call left behind by raising.
 class TagScope {
  public:
   explicit TagScope(Tag tag) : tags_(this_thread()), depth_(tags_.depth()) { tags_.push(tag); }
@@ -126,11 +126,10 @@ class TagScope {
   std::size_t depth_;
 };
 
-// What all threads share about backward passes.
+// State of backward passes that all threads share.
 class alignas(64) Backward {
  public:
-  // Called on each allocation and free inside a graph task; cheap when the task is the one seen
-  // last.
+  // Called on each allocation and free inside a graph task; cheap if the task is the one seen last.
   void note(int task) noexcept {
     if (last_task_.load(std::memory_order_relaxed) != task) {
       last_task_.store(task, std::memory_order_relaxed);

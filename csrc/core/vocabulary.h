@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words of every report: what memory is for (Category) and what training was doing (Phase).
+// The vocabulary of every report: the purposes of memory (Category) and the activities of training
+// (Phase).
 //
-// The numbers are part of the event file's format: append, never reorder. A program adds categories
-// of its own at run time (Names::category); they get the ids after kBuiltinCategories.
+// The numbers are part of the event file's format: append, never reorder. A program adds its own
+// categories at run time (Names::category); they get the ids after kBuiltinCategories.
 #pragma once
 
 #include <array>
@@ -34,8 +35,8 @@ enum class Category : std::uint8_t {
   communication,
   library_workspace,
   inputs,
-  pending_free,       // freed by the program, kept by the allocator until a side stream is done
-  forward_undecided,  // born in forward; whether activation or temporary shows when it dies
+  pending_free,  // freed by the program, kept by the allocator until a side stream has finished
+  forward_undecided,  // born in forward; its death shows whether it is an activation or temporary
 };
 
 inline constexpr std::array<std::string_view, 23> kCategoryNames{
@@ -68,7 +69,7 @@ inline constexpr std::size_t kBuiltinCategories = kCategoryNames.size();
 inline constexpr std::size_t kMaxCategories = 64;
 
 enum class Phase : std::uint8_t {
-  idle,  // between steps; whatever no hook claimed
+  idle,  // between steps; everything that no hook claimed
   setup,
   forward,
   backward,

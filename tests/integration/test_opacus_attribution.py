@@ -148,7 +148,7 @@ MADE_IN = {
 }
 
 
-# What is born in a phase; its fate may be another category.
+# Categories of blocks born in a phase; it may settle to another category.
 MADE = {
     "forward": {"forward_undecided"},
     "second_backward": {"backward_temporaries"},

@@ -172,9 +172,9 @@ const std::vector<Life> kLives = {
      Category::noise},
 };
 
-class Fate : public ::testing::TestWithParam<Life> {};
+class Outcome : public ::testing::TestWithParam<Life> {};
 
-TEST_P(Fate, settles_the_category) {
+TEST_P(Outcome, settles_the_category) {
   const Life& life = GetParam();
   EventFileBuilder file;
   file.header.closed = life.closed;
@@ -192,7 +192,7 @@ TEST_P(Fate, settles_the_category) {
   EXPECT_EQ(snapshot.categories[static_cast<std::size_t>(life.born_as)], 100);
 }
 
-INSTANTIATE_TEST_SUITE_P(Lives, Fate, ::testing::ValuesIn(kLives),
+INSTANTIATE_TEST_SUITE_P(Lives, Outcome, ::testing::ValuesIn(kLives),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

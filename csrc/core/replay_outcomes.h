@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What became of each block: what of its category and its module only its later life can tell.
+// The outcome of each block: the part of its category and module that only its later life shows.
 // replay.h has the rules.
 #pragma once
 
@@ -14,37 +14,38 @@
 
 namespace opacus_memprof {
 
-// A block's fate is the category that it was first retagged to, if it was born as a temporary, or
-// one of these.
-inline constexpr std::uint8_t kFateAsTagged = 0xFF;  // or not known yet
-inline constexpr std::uint8_t kFateDiedInForward = 0xFE;
-inline constexpr std::uint8_t kFateOutlived = 0xFD;
-inline constexpr std::uint8_t kFateUndecided = 0xFC;  // in no file
+// A block's outcome is the category to which it was first retagged, if it was born as a temporary,
+// or one of these.
+inline constexpr std::uint8_t kOutcomeAsTagged = 0xFF;  // or not known yet
+inline constexpr std::uint8_t kOutcomeDiedInForward = 0xFE;
+inline constexpr std::uint8_t kOutcomeOutlived = 0xFD;
+inline constexpr std::uint8_t kOutcomeUndecided = 0xFC;  // in no file
 
-// Tells the fates of live blocks, as events come.
-class FateRules {
+// Determines the outcomes of live blocks, as events come.
+class OutcomeRules {
  public:
   // Before `block.retagged` is set.
   static void retagged(ReplayBlock& block, std::uint8_t before) {
     const auto category = static_cast<std::uint8_t>(block.category);
     if (!block.retagged && provisional(before) && !provisional(category) &&
         !is_temporary(category)) {
-      block.fate = category;
+      block.outcome = category;
     }
   }
 
   void died(ReplayBlock& block, const Event& free) const {
-    // Of a death in a gap nothing is known but what a settled record says.
-    if (block.fate != kFateAsTagged || static_cast<EventKind>(free.kind) == EventKind::none) return;
+    // For a death in a gap only a settled record gives information.
+    if (block.outcome != kOutcomeAsTagged || static_cast<EventKind>(free.kind) == EventKind::none)
+      return;
     if (outlived(block, false)) {
-      if (!dropped_by_autograd(block, free)) block.fate = kFateOutlived;
+      if (!dropped_by_autograd(block, free)) block.outcome = kOutcomeOutlived;
     } else if (static_cast<Phase>(free.phase) == Phase::forward && free.step == block.step &&
                !block.captured && block.birth >= live_at_oom_) {
-      block.fate = kFateDiedInForward;
+      block.outcome = kOutcomeDiedInForward;
     }
   }
 
-  // `births`: how many blocks have been born.
+  // `births`: number of blocks that have been born.
   void after(const Event& event, std::uint64_t births) {
     const auto phase = static_cast<Phase>(event.phase);
     const auto kind = static_cast<EventKind>(event.kind);
@@ -58,25 +59,25 @@ class FateRules {
     if (kind == EventKind::oom) live_at_oom_ = births;
   }
 
-  // `whole`: the run ended in good order. `cut_in_step`: the step in which the events end too
-  // early, if they do.
+  // `whole`: the run ended properly. `cut_in_step`: the step in which the events end too early, if
+  // they do.
   void ended(ReplayBlock& block, bool whole, const std::uint32_t* cut_in_step) const {
-    if (block.fate != kFateAsTagged) return;
+    if (block.outcome != kOutcomeAsTagged) return;
     if (outlived(block, whole)) {
-      block.fate = kFateOutlived;
+      block.outcome = kOutcomeOutlived;
     } else if (cut_in_step != nullptr && block.step == *cut_in_step && !block.captured) {
-      block.fate = kFateUndecided;
+      block.outcome = kOutcomeUndecided;
     }
   }
 
-  // What a piece needs that begins now.
+  // Writes the data for a piece that begins now.
   void write(Opening& opening, const Births& births) const {
     opening.after_backward = births.in_run(live_after_backward_);
     opening.after_optimizer = births.in_run(live_after_optimizer_);
     opening.at_oom = births.in_run(live_at_oom_);
     opening.enters_phases = enters_phases_;
   }
-  // Goes on after a gap. An opening has numbers of the run.
+  // Continues after a gap. An opening has numbers of the run.
   void read(const Opening& opening, const Births& births) {
     live_after_backward_ = births.before(opening.after_backward);
     live_after_optimizer_ = births.before(opening.after_optimizer);
@@ -84,7 +85,7 @@ class FateRules {
     enters_phases_ = opening.enters_phases;
   }
 
-  // What a block is called until it is known to be a result.
+  // Returns whether the category is provisional, until the block is known to be a result.
   [[nodiscard]] static bool provisional(std::uint64_t category) {
     switch (static_cast<Category>(category)) {
       case Category::backward_temporaries:
@@ -98,7 +99,7 @@ class FateRules {
   }
 
  private:
-  // For a time only: by a capture, or as what forward made.
+  // Returns whether the category is temporary: set by a capture, or undecided in forward.
   [[nodiscard]] static bool is_temporary(std::uint64_t category) {
     switch (static_cast<Category>(category)) {
       case Category::activation_hooks_shared:
@@ -120,9 +121,9 @@ class FateRules {
            (by_end || block.birth < live_after_optimizer_);
   }
 
-  // A thread of autograd's engine holds on to a backward's results for a moment after the thread
-  // that waits for them goes on (GraphTask::mark_as_completed_and_run_post_processing, in torch's
-  // graph_task.h). With create_graph their graph goes with them: on a busy host in another phase.
+  // A thread of autograd's engine holds a backward's results for a moment after the thread that
+  // waits for them continues (GraphTask::mark_as_completed_and_run_post_processing, in torch's
+  // graph_task.h). With create_graph it frees their graph, too: on a busy host in another phase.
   [[nodiscard]] bool dropped_by_autograd(const ReplayBlock& block, const Event& death) const {
     const bool enters_phases = enters_phases_[death.thread / 64] >> death.thread % 64U & 1U;
     return static_cast<Category>(block.category) == Category::backward_temporaries &&
@@ -130,72 +131,72 @@ class FateRules {
            static_cast<Phase>(death.phase) == Phase::idle && !enters_phases;
   }
 
-  // The births before the latest such event: a block with a smaller number lived through it, if it
-  // still lives.
+  // The number of births before the latest such event: a block with a smaller number lived through
+  // it, if it is still live.
   std::uint64_t live_after_backward_ = 0;
   std::uint64_t live_after_optimizer_ = 0;
   std::uint64_t live_at_oom_ = 0;
-  std::array<std::uint64_t, 4> enters_phases_{};  // a bit a thread
+  std::array<std::uint64_t, 4> enters_phases_{};  // one bit per thread
 };
 
-// The fates of all blocks of a file, by birth. A file that is overwritten between the two passes
-// may have births in the second that the first did not see: they count as tagged.
-class Fates {
+// The outcomes of all blocks of a file, by birth. If a file is overwritten between the two passes,
+// the second pass may have births that the first did not see: they count as tagged.
+class Outcomes {
  public:
   void born(const ReplayBlock& block) {
-    fates_.push_back(block.fate);
+    outcomes_.push_back(block.outcome);
     modules_.push_back(block.module);
   }
   void retagged(ReplayBlock& block, std::uint8_t before) {
     if (modules_[block.birth] == 0) modules_[block.birth] = block.module;
-    FateRules::retagged(block, before);
-    note_fate(block);
+    OutcomeRules::retagged(block, before);
+    note_outcome(block);
   }
   void died(ReplayBlock& block, const Event& free) {
     rules_.died(block, free);
-    note_fate(block);
+    note_outcome(block);
   }
-  void note_fate(const ReplayBlock& block, std::uint16_t module) {
+  void note_outcome(const ReplayBlock& block, std::uint16_t module) {
     if (modules_[block.birth] == 0) modules_[block.birth] = module;
-    note_fate(block);
+    note_outcome(block);
   }
-  void note_fate(const ReplayBlock& block) {
-    fates_[block.birth] = static_cast<std::uint8_t>(block.fate);
+  void note_outcome(const ReplayBlock& block) {
+    outcomes_[block.birth] = static_cast<std::uint8_t>(block.outcome);
   }
-  void after(const Event& event) { rules_.after(event, fates_.size()); }
+  void after(const Event& event) { rules_.after(event, outcomes_.size()); }
   void resumed(const Opening& opening, const Births& births) { rules_.read(opening, births); }
   void ended(const ReplayTable& table, bool whole, const std::uint32_t* cut_in_step) {
     table.for_each([&](ReplayBlock block) {
       rules_.ended(block, whole, cut_in_step);
-      note_fate(block);
+      note_outcome(block);
     });
   }
 
-  // The category that the block's bytes count under while it is tagged `category`.
+  // Returns the category under which the block's bytes count while its tag is `category`.
   [[nodiscard]] std::uint8_t settled(std::uint64_t category, std::uint64_t birth) const {
-    const std::uint8_t fate = birth < fates_.size() ? fates_[birth] : kFateAsTagged;
+    const std::uint8_t outcome = birth < outcomes_.size() ? outcomes_[birth] : kOutcomeAsTagged;
     if (static_cast<Category>(category) == Category::forward_undecided) {
-      if (fate == kFateDiedInForward) {
+      if (outcome == kOutcomeDiedInForward) {
         return static_cast<std::uint8_t>(Category::forward_temporaries);
       }
-      if (fate != kFateUndecided) return static_cast<std::uint8_t>(Category::activations);
-    } else if (FateRules::provisional(category)) {
-      if (fate == kFateOutlived) return static_cast<std::uint8_t>(Category::unattributed);
-      if (fate < kMaxCategories) return fate;
+      if (outcome != kOutcomeUndecided) return static_cast<std::uint8_t>(Category::activations);
+    } else if (OutcomeRules::provisional(category)) {
+      if (outcome == kOutcomeOutlived) return static_cast<std::uint8_t>(Category::unattributed);
+      if (outcome < kMaxCategories) return outcome;
     }
     return static_cast<std::uint8_t>(category);
   }
 
-  // The module that the block counts under.
+  // Returns the module under which the block counts.
   [[nodiscard]] std::uint16_t module(const ReplayBlock& block) const {
     return block.module != 0 || block.birth >= modules_.size() ? block.module
                                                                : modules_[block.birth];
   }
 
  private:
-  FateRules rules_;
-  std::vector<std::uint8_t> fates_;     // by birth
-  std::vector<std::uint16_t> modules_;  // by birth; the first that is one
+  OutcomeRules rules_;
+  std::vector<std::uint8_t> outcomes_;  // by birth
+  std::vector<std::uint16_t> modules_;  // by birth; the first module of each
 };
 
 }  // namespace opacus_memprof
