@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from opacus_memprof.analysis.components import Components
+from opacus_memprof.analysis.defects import find
 from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, build_timeline
-from opacus_memprof.analysis.findings import Run, find
+from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
@@ -104,7 +105,7 @@ def build_profile(
         ),
         devices=devices,
         components=dict(components or {}),
-        findings=find(Run(devices, by_name, facts, names)),
+        findings=find(Run(devices, by_name, facts, names, failed=status == "failed")),
         warnings=list(dict.fromkeys(messages)),
     )
 

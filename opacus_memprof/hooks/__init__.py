@@ -8,6 +8,7 @@ installed Opacus or torch is skipped, with a sentence in the profile, and the ot
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from opacus import PrivacyEngine
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks import (
     components,
+    diagnosis,
     distributed,
     forward_shapes,
     inputs,
@@ -42,6 +44,12 @@ def _patch_opacus(attachment: Attachment) -> None:
     opacus_hooks.observe_ghost_backward(attachment)
     inputs.wrap_inputs(attachment)
     torch_compile.wrap_torch_compile(attachment)
+    diagnosis.watch_updates(attachment, partial(_follow_once, attachment))
+
+
+def _follow_once(attachment: Attachment, optim: Optimizer) -> None:
+    if optim not in _attached:
+        follow_optimizer(attachment, optim)
 
 
 def _patch_flash_clip(attachment: Attachment) -> None:
@@ -113,6 +121,9 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
     attachment.apply("the optimizer's methods", lambda unit: optimizer.wrap_methods(unit, optim))
     attachment.apply("the optimizer's update", lambda unit: optimizer.register_step_hooks(unit, original))
     attachment.apply("the optimizer's states", lambda unit: shapes.record_optimizer(optim))
+    if isinstance(optim, DPOptimizer):
+        roots = [root for root in list(_attached) if isinstance(root, nn.Module)]
+        attachment.apply("whether updates are private", lambda unit: diagnosis.follow_private(unit, optim, roots))
 
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:

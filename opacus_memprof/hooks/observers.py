@@ -112,7 +112,8 @@ def on_functorch_samples(layer: nn.Module, backprops: Tensor, samples: Mapping[A
     frozen = [(parameter, sample) for parameter, sample in samples.items() if not parameter.requires_grad]
     if frozen:
         size = sum(sample.nbytes for _, sample in frozen)
-        observations.record("frozen_samples", native.owner_of(frozen[0][0]), size, samples=len(backprops))
+        details = {"samples": len(backprops), "mode": observations.layer_shapes().mode, "layer": type(layer).__name__}
+        observations.record("frozen_samples", native.owner_of(frozen[0][0]), size, **details)
 
 
 @contain("observing norm samples")

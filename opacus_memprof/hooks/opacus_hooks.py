@@ -18,7 +18,7 @@ from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipp
 from opacus.grad_sample.linear import compute_linear_norm_sample
 from torch import Tensor, nn
 
-from opacus_memprof.hooks import modules, observers
+from opacus_memprof.hooks import diagnosis, modules, observers
 from opacus_memprof.hooks.observers import on_functorch_samples, on_linear_norm_samples
 from opacus_memprof.hooks.vocabulary import (
     BACKPROP_COPIES,
@@ -227,6 +227,8 @@ def _observe_clipping(op: str) -> Callable[[Any], CallHook]:
     def observation(hooks: Any) -> CallHook:
         if _running_backwards:
             native.set_phase(CLIP)
+        if op == "get_clipping_coef":
+            diagnosis.on_clipping_factors()
         with tag:
             yield
 

@@ -15,7 +15,7 @@ from opacus.grad_sample import GradSampleHooksNoOp
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
-from opacus_memprof.hooks import observers, shapes
+from opacus_memprof.hooks import diagnosis, observers, shapes
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -84,7 +84,9 @@ def _observe_pre_step(optimizer: DPOptimizer) -> CallHook:
         if isinstance(failed.error, Exception):
             observers.on_step_failure()
         raise
-    if not proceed:  # part of a logical batch: its gradients are clipped and summed, without an update
+    if proceed:
+        diagnosis.on_private_step(optimizer)
+    else:  # part of a logical batch: its gradients are clipped and summed, without an update
         native.set_phase(IDLE)
         native.end_step(False)
 
@@ -123,6 +125,8 @@ def _observe_reduce_gradients(optimizer: DPOptimizer) -> CallHook:
 
 def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     previous_phase = native.set_phase(ZERO_GRAD)
+    if isinstance(optimizer, DPOptimizer):
+        diagnosis.on_zero_grad()
     try:
         yield from shapes.observe_zero_grad(optimizer)
     finally:

@@ -85,6 +85,8 @@ class Forensics:
             return
         self._is_explaining = True
         try:
+            if error is not None:
+                _explain_error_of_opacus(error)
             failed = native.failures()
             explained = error if is_out_of_memory(error) else None
             if explained is None:
@@ -146,6 +148,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         chain += [link.__cause__, link.__context__]
     return False
+
+
+def _explain_error_of_opacus(error: BaseException) -> None:
+    """Records what led to an error of Opacus, for the profile's findings. Nothing if Opacus was not used."""
+    diagnosis = sys.modules.get("opacus_memprof.hooks.diagnosis")
+    if diagnosis is not None:
+        diagnosis.explain(error)
 
 
 def _attach(error: BaseException, text: str) -> None:

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds defects of a run, which make it fail, break its privacy or let memory grow; and lists all findings.
+
+A detector takes a Run and yields findings. `find` applies all detectors, in the order of DETECTORS.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from opacus_memprof.analysis import findings
+from opacus_memprof.analysis.findings import Run, common_module, largest
+from opacus_memprof.profiles.profile import Finding, GrowthSite
+from opacus_memprof.profiles.units import format_bytes, format_count
+
+_EVALUATE = (
+    "run forward passes without a backward pass under torch.no_grad() or in model.eval(); to continue after one, "
+    "delete `module.activations` and set `parameter._forward_counter` to 0, because zero_grad does neither"
+)
+_CHECKPOINT = (
+    "checkpoint with use_reentrant=True, which Opacus supports, or train without checkpointing: Opacus captures in the "
+    "forward pass and again in the recomputation, and backward releases only one of the two"
+)
+
+
+def captures_without_backward(run: Run) -> Iterator[Finding]:
+    """Finds captured activations that no backward pass released in several forward passes, or before a failed step."""
+    facts = run.facts_of("captures")
+    if not facts:
+        return
+    captured = {module: fact for module, fact in facts if fact["captures"]}
+    sizes = {module: fact["bytes"] for module, fact in facts if fact["bytes"]}
+    total = sum(sizes.values())
+    count = sum(fact["captures"] for fact in captured.values())
+    checkpointing = any(fact["recomputed"] for fact in captured.values())
+    failed = any(fact["failed"] for fact in captured.values())
+    if any(fact["refused"] for fact in captured.values()):
+        consequence = "the next ghost-clipping forward fails, with an error about tied parameters"
+    elif failed:
+        consequence = "the step failed, because grad_sample stays None until every capture has had its backward pass"
+    else:
+        consequence = "the next optimizer step will fail, because grad_sample stays None"
+    places = format_count(len(captured), "module")
+    yield Finding(
+        "checkpoint_captures" if checkpointing else "captures_without_backward",
+        common_module(captured),
+        total,
+        f"{count} captures in {places} wait for a backward pass that never came, and keep {format_bytes(total)} of "
+        f"activations alive ({largest(sizes)}); {consequence}",
+        _CHECKPOINT if checkpointing else _EVALUATE,
+        captures={module: fact["captures"] for module, fact in captured.items()},
+        modules=sizes,
+    )
+
+
+def stale_norm_samples(run: Run) -> Iterator[Finding]:
+    """Finds Linear layers whose norm sampler returns no norms, because the outputs have more than three dimensions."""
+    for module, fact in run.facts_of("norms_missing"):
+        what = "the layer keeps those of an earlier batch" if fact["bytes"] else "clipping fails"
+        yield Finding(
+            "stale_norm_samples",
+            module,
+            fact["bytes"],
+            f"Opacus computes no norms for outputs of {fact['dimensions']} dimensions: {what}. The "
+            "layer's part of a sample's gradient is not bounded by max_grad_norm, and the privacy guarantee does not "
+            "hold",
+            'flatten all dimensions between the first and the last before this layer, or use grad_sample_mode="hooks"',
+        )
+
+
+def training_is_not_private(run: Run) -> Iterator[Finding]:
+    """Finds updates of a private model that neither clip nor add noise."""
+    for _, fact in run.facts_of("public_steps"):
+        steps, name = fact["bytes"], fact["optimizer"]
+        which = f"the {name} that make_private was given" if fact["is_original"] else f"another {name}"
+        yield Finding(
+            "training_is_not_private",
+            "",
+            0,
+            f"this training is not private: per-sample gradients are computed, but {steps} of "
+            f"{format_count(steps + fact['private'], 'update')} neither clip them nor add noise, because the program "
+            f"steps {which}. What the privacy accountant says does not hold",
+            "step and clear the optimizer that make_private returns: model, optimizer, loader = "
+            "engine.make_private(module=model, optimizer=optimizer, ...), then optimizer.step() and "
+            "optimizer.zero_grad() of this one; give it to learning rate schedulers, too",
+        )
+    for _, fact in run.facts_of("unclipped_steps"):
+        yield Finding(
+            "training_is_not_private",
+            "",
+            0,
+            f"this training is not private: ghost clipping clips in the backward of the criterion that make_private "
+            f"returns, and none of {format_count(fact['bytes'], 'step')} had one. Noise was added to gradients that "
+            "were not clipped",
+            "use the returned criterion: model, optimizer, criterion, loader = engine.make_private(..., "
+            'criterion=criterion, grad_sample_mode="ghost"), then criterion(model(x), y).backward()',
+        )
+
+
+def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
+    """Finds what made a step fail because modules have per-sample gradients of different numbers of samples."""
+    facts = run.facts_of("sample_counts")
+    if not facts:
+        return
+    counts = {module: fact["samples"] for module, fact in facts}
+    batch = facts[0][1]["batch"]
+    if batch not in counts.values():
+        batch = Counter(counts.values()).most_common(1)[0][0]
+    odd = {module: count for module, count in counts.items() if count != batch}
+    if not odd:
+        return
+    name, count = next(iter(odd.items()))
+    others = [module for module in counts if module not in odd]
+    if count < batch:
+        remedy = (
+            f"give {name or 'the model'} an input with a row for each sample: expand what all samples share, such as "
+            "positions, to the batch (positions.expand(len(x), -1))"
+        )
+    else:
+        remedy = (
+            f"keep the batch as the first dimension of the input of {name or 'the model'}: Linear and norm layers "
+            "accept [batch, tokens, features], without view(batch * tokens, features)"
+        )
+    yield Finding(
+        "different_numbers_of_samples",
+        common_module(odd),
+        0,
+        f"the optimizer's step needs gradients of the same samples from all modules, and "
+        f"{', '.join(f'{module or chr(34) * 2} has {size}' for module, size in list(odd.items())[:3])}, but "
+        f"{_some(others)} {batch}",
+        remedy + _flash_clip(facts),
+    )
+
+
+def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
+    """Finds why a step found modules without per-sample gradients."""
+    facts = [(module, fact) for module, fact in run.facts_of("samples_missing") if not fact["captures"]]
+    causes = {
+        "in eval mode, where Opacus records nothing": (
+            [module for module, fact in facts if not fact["training"]],
+            "call .train() of {}, or freeze it before make_private with requires_grad_(False)",
+        ),
+        "used outside of its own forward, so that Opacus' hooks did not run": (
+            [module for module, fact in facts if fact["training"] and fact["has_gradient"]],
+            "call {} as a module instead of computing with its weight, as F.linear(x, layer.weight) does",
+        ),
+        "not reached by any gradient: not used in the forward, or not part of the loss": (
+            [module for module, fact in facts if fact["training"] and not fact["has_gradient"]],
+            "freeze {} before make_private with requires_grad_(False), or use it",
+        ),
+    }
+    for cause, (found, remedy) in causes.items():
+        if found:
+            trains = "outside" in cause
+            yield Finding(
+                "missing_per_sample_gradients",
+                common_module(found),
+                0,
+                f"Opacus has no per-sample gradients for {_some(found)}: {cause}",
+                remedy.format(_some(found)) + (_flash_clip(facts) if trains else ""),
+            )
+
+
+def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
+    """Finds why Opacus refused a backward pass before per-sample gradients of an earlier one were used."""
+    facts = run.facts_of("samples_accumulated")
+    if not facts or run.facts_of("public_steps"):
+        return
+    modules = [module for module, _ in facts]
+    unowned = [module for module, _ in run.facts_of("unowned_samples")]
+    if set(modules) & set(unowned):
+        evidence = f"{_some(unowned)}, which no optimizer of make_private has: its steps and zero_grad leave them out"
+        remedy = _FREEZE.format(_some(unowned))
+    elif facts[0][1]["steps"] and not run.facts_of("zero_grads"):
+        evidence, remedy = f"{_some(modules)}, and zero_grad was never called", _ZERO_GRAD
+    else:
+        evidence = f"{_some(modules)}: {facts[0][1]['bytes']} backward passes ran without a step between them"
+        remedy = (
+            "run one backward pass for each step: concatenate what the passes get, such as a discriminator's real and "
+            "fake samples, into one batch; or call optimizer.step() and optimizer.zero_grad() after each. To "
+            "accumulate a large batch, use BatchMemoryManager"
+        )
+    yield Finding(
+        "accumulated_per_sample_gradients",
+        common_module(modules),
+        0,
+        f"a backward pass found per-sample gradients of an earlier one in {evidence}; with Poisson sampling Opacus "
+        "allows no accumulation",
+        remedy,
+    )
+
+
+def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
+    """Finds what changed an output in place, which Opacus' backward hooks do not allow."""
+    for module, fact in run.facts_of("in_place"):
+        if fact["is_option"]:
+            what, remedy = f"{module} ({fact['layer']}) computes", f"set inplace=False in {module} ({fact['layer']})"
+        else:
+            what = f"{fact['line'] or 'the program'} computes"
+            remedy = f"compute out of place (x = x + y instead of x += y, torch.relu, not torch.relu_): {fact['line']}"
+        yield Finding(
+            "outputs_changed_in_place",
+            module,
+            0,
+            f"{what} in place on the output of a layer, which autograd forbids where the layer has a backward hook, as "
+            "Opacus' hooks are",
+            remedy + _flash_clip([(module, fact)]),
+        )
+
+
+def _some(modules: Sequence[str]) -> str:
+    """Lists modules: `fc1, fc2 and 3 more`."""
+    shown = [module or "the model itself" for module in modules[:3]]
+    return ", ".join(shown) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+
+
+def _flash_clip(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The end of a remedy, if flash_clip can clip the model."""
+    possible = any(fact.get("flash_clip") for _, fact in facts)
+    return (
+        '; or use opacus_memprof.PrivacyEngine with grad_sample_mode="flash_clip", which trains it as it is' * possible
+    )
+
+
+_FREEZE = (
+    "freeze {} before make_private with requires_grad_(False), or give the optimizer all parameters that are trained"
+)
+_ZERO_GRAD = "call optimizer.zero_grad() after each optimizer.step()"
+
+
+# Memory grows if many different steps allocated blocks at one site (module, category, phase and op) that are live at
+# the end of the last step. Differences between steps would vary with the batch. In steady training, a step's blocks
+# are freed by the end of the next step, and parameters, optimizer states, workspaces and caches are allocated in few
+# steps. A tensor that each step replaces by a longer one is allocated in one step too, and is not found.
+
+# A site counts if this many steps, and this share of the steps that the replay considers (all but the first two and the
+# last two), allocated blocks there.
+MIN_STEPS = 3
+MIN_SHARE = 0.25
+# A site that grows in nearly every one of at least this many steps is reported however small it is: it never stops.
+REGULAR_STEPS = 6
+REGULAR_SHARE = 0.9
+_MARGIN = 4  # kWarmUpSteps + kRecentSteps of csrc/core/replay.h
+
+_REMEDY = {
+    "activations": "something keeps the autograd graph of each step: keep loss.item() or loss.detach(), not loss",
+    "activation_hooks": "something keeps the activations that Opacus captured: run forward passes without a backward "
+    "pass under torch.no_grad() or in model.eval()",
+    "inputs": "something keeps each batch: delete its references at the end of the step",
+}
+_DEFAULT_REMEDY = (
+    "something keeps a tensor of each step: look for lists, dictionaries and attributes that grow, and for "
+    "reference cycles (gc.collect() at the end of a step frees those)"
+)
+
+
+def growing_memory(run: Run) -> Iterator[Finding]:
+    """Finds categories of which many steps left blocks behind."""
+    for device, replayed in run.replayed.items():
+        considered = replayed["last_step_end"]["step"] - _MARGIN
+        sites: dict[str, list[dict[str, Any]]] = {}
+        for residue in replayed["residue"]:
+            if residue["steps"] >= max(MIN_STEPS, MIN_SHARE * considered):
+                sites.setdefault(run.names.reported_category(residue["category"]), []).append(residue)
+        for category, found in sites.items():
+            steps = max(site["steps"] for site in found)
+            regular = steps >= max(REGULAR_STEPS, REGULAR_SHARE * considered)
+            if regular or run.is_material(device, sum(site["bytes"] for site in found)):
+                yield _growth(run, device, category, found, replayed["last_step_end"]["step"] - 1)
+
+
+def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]], end: int) -> Finding:
+    modules: dict[str, int] = {}
+    for site in found:
+        module = run.names.module(site["module"])
+        modules[module] = modules.get(module, 0) + site["bytes"]
+    total = sum(modules.values())
+    first, last = min(site["first_step"] for site in found), max(site["last_step"] for site in found)
+    steps = max(site["steps"] for site in found)
+    sites = sorted((_site(run, site) for site in found), key=lambda site: -site.bytes)
+    return Finding(
+        "growing_memory",
+        common_module(modules),
+        total,
+        f"{format_bytes(total)} of {category} from {steps} of the steps {first} to {last} were still live at the end "
+        f"of step {end}: about {format_bytes(total // steps)} more each time ({largest(modules)}); "
+        f"allocated in {_where(sites[0])}",
+        _remedy(run, category, modules),
+        device=device,
+        category=category,
+        modules=modules,
+        sites=sites,
+    )
+
+
+def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
+    """The remedy for memory that grows. Whose per-sample gradients nobody clears, it depends on who should."""
+    if category != "per_sample_gradients":
+        return _REMEDY.get(category, _DEFAULT_REMEDY)
+    unowned = [module for module, _ in run.facts_of("unowned_samples") if module in modules]
+    if run.facts_of("public_steps"):
+        return (
+            "step the optimizer that make_private has returned, and call its zero_grad: the zero_grad of another "
+            "optimizer does not free per-sample gradients"
+        )
+    if unowned:
+        return (
+            f"the optimizer does not have them, so that its zero_grad leaves them out: {_FREEZE.format(_some(unowned))}"
+        )
+    if not run.facts_of("zero_grads"):
+        return f"per-sample gradients are never freed: {_ZERO_GRAD}"
+    return "something keeps per-sample gradients of each step: look for lists and attributes that hold p.grad_sample"
+
+
+def _site(run: Run, residue: dict[str, Any]) -> GrowthSite:
+    return GrowthSite(
+        module=run.names.module(residue["module"]),
+        phase=run.names.phase(residue["phase"]),
+        op=run.names.op(residue["op"]),
+        bytes=residue["bytes"],
+        blocks=residue["blocks"],
+        steps=residue["steps"],
+    )
+
+
+def _where(site: GrowthSite) -> str:
+    """Formats a site: `backward by aten::mm of fc1`."""
+    op = f" by {site.op}" if site.op else ""
+    module = f" of {site.module}" if site.module else ", outside every module"
+    return f"{site.phase}{op}{module}"
+
+
+# Defects that make a run fail or break its privacy guarantee come first.
+DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    training_is_not_private,
+    stale_norm_samples,
+    different_numbers_of_samples,
+    missing_per_sample_gradients,
+    accumulated_per_sample_gradients,
+    outputs_changed_in_place,
+    captures_without_backward,
+    growing_memory,
+    findings.frozen_per_sample_gradients,
+    findings.discarded_gradients,
+    findings.copied_per_sample_gradients,
+    findings.noise_allocated_twice,
+    findings.noise_of_whole_parameters,
+    findings.gradients_reduced_twice,
+    findings.ghost_matrices,
+)
+
+
+def find(run: Run) -> list[Finding]:
+    """Returns all findings in the order of DETECTORS; of each detector, the largest first."""
+    return [
+        finding
+        for detector in DETECTORS
+        for finding in sorted(detector(run), key=lambda finding: (-finding.bytes, finding.module))
+    ]

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observes what is wrong with a private training, and why Opacus raised an error.
+
+Wrong are updates without clipping and noise, and per-sample gradients that nobody clears. A model is private once a
+DPOptimizer for its parameters is followed. Only weak references are kept.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from opacus_memprof.hooks import modules
+from opacus_memprof.recording import native, observations
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import contain
+
+_models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()  # private
+_optimizers: "weakref.WeakKeyDictionary[DPOptimizer, None]" = weakref.WeakKeyDictionary()  # of private models
+_unrelated: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # that have no parameter of a private model
+_clipped: "weakref.ref[Optimizer] | None" = None  # the original optimizer whose update will be private
+_private_steps = _public_steps = 0
+_unclipped_steps = 0  # of ghost clipping, with a loss that clips nothing
+_clips = 0  # of ghost clipping, since the last step
+_zero_grads = 0
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _reset() -> None:
+    global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _zero_grads
+    _clipped = None
+    _private_steps = _public_steps = _unclipped_steps = _clips = _zero_grads = 0
+    _unrelated.clear()
+
+
+observations.on_clear(_reset)
+
+
+def follow_private(attachment: Attachment, optimizer: DPOptimizer, roots: Sequence[nn.Module]) -> None:
+    """Marks the models whose parameters the optimizer has as private, until `attachment` is detached."""
+    trained = {id(parameter) for parameter in _parameters(optimizer)}
+    for root in roots:
+        if any(id(parameter) in trained for parameter in root.parameters()):
+            attachment.set_entry(_models, root, None)
+    attachment.set_entry(_optimizers, optimizer, None)
+    _unrelated.clear()
+
+
+def watch_updates(attachment: Attachment, follow: Callable[[Optimizer], None]) -> None:
+    """Observes the updates of all optimizers until `attachment` is detached.
+
+    Args:
+        attachment: of the observation.
+        follow: is called with each optimizer that updates a private model in public, so that its steps are counted.
+    """
+    hook = partial(on_update, follow)
+    attachment.on_detach(register_optimizer_step_post_hook(hook).remove)
+
+
+def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad)
+
+
+# --- updates ---
+
+
+def on_clipping_factors() -> None:
+    """Observes that ghost clipping has computed clipping factors."""
+    global _clips
+    _clips += 1
+
+
+def on_private_step(optimizer: DPOptimizer) -> None:
+    """Observes that a DPOptimizer has clipped gradients and added noise, and is about to update."""
+    global _clipped, _clips, _unclipped_steps
+    _clipped = weakref.ref(optimizer.original_optimizer)
+    if isinstance(optimizer, DPOptimizerFastGradientClipping) and not hasattr(optimizer, "bookkeeping"):
+        _unclipped_steps += not _clips
+        # A program may step without a backward where a Poisson batch is empty, so only never is evidence.
+        if _unclipped_steps > _private_steps:
+            observations.record("unclipped_steps", 0, _unclipped_steps)
+        else:
+            observations.discard("unclipped_steps")
+    _clips = 0
+
+
+@contain("following an optimizer's update")
+def on_update(follow: Callable[[Optimizer], None], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Observes an update of any optimizer, and records it if it is one of a private model without clipping and noise.
+
+    Parameters that were clipped have a `summed_grad`. Those without per-sample gradients or norms are trained publicly
+    on purpose.
+    """
+    global _clipped, _private_steps, _public_steps
+    if not _models or optimizer in _unrelated:
+        return
+    if _clipped is not None and _clipped() is optimizer:
+        _clipped = None
+        _private_steps += 1
+        steps = _private_steps
+    elif _updates_in_public(optimizer):
+        _public_steps += 1
+        follow(optimizer)
+        is_original = any(each.original_optimizer is optimizer for each in list(_optimizers))
+        details = {"private": _private_steps, "optimizer": type(optimizer).__name__, "is_original": is_original}
+        observations.record("public_steps", 0, _public_steps, **details)
+        steps = _public_steps
+    else:
+        return
+    if steps & (steps - 1) == 0:  # rarely
+        _record_unowned()
+
+
+def _updates_in_public(optimizer: Optimizer) -> bool:
+    private = {id(parameter) for model in list(_models) for parameter in model.parameters()}
+    shared = [parameter for parameter in _parameters(optimizer) if id(parameter) in private]
+    if not shared:
+        _unrelated.add(optimizer)
+    return any(
+        parameter.grad is not None
+        and getattr(parameter, "summed_grad", None) is None
+        and (getattr(parameter, "grad_sample", None) is not None or hasattr(parameter, "_norm_sample"))
+        for parameter in shared
+    )
+
+
+# --- who owns what grows ---
+
+
+def on_zero_grad() -> None:
+    """Observes a DPOptimizer's zero_grad."""
+    global _zero_grads
+    _zero_grads += 1
+    observations.record("zero_grads", 0, _zero_grads)
+
+
+def _record_unowned() -> None:
+    """Records per-sample gradients of parameters that no DPOptimizer has, which it neither uses nor clears."""
+    owned = {id(parameter) for optimizer in list(_optimizers) for parameter in _parameters(optimizer)}
+    sizes: dict[int, int] = {}
+    for _, parameter in _private_parameters():
+        if id(parameter) not in owned and (size := sum(each.nbytes for each in _samples(parameter))):
+            owner = native.owner_of(parameter)
+            sizes[owner] = sizes.get(owner, 0) + size
+    for owner, size in sizes.items():
+        observations.record("unowned_samples", owner, size)
+
+
+def _private_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the trained parameters of private models, each with the name of the module that owns it."""
+    for model in list(_models):
+        yield from (each for each in modules.owned_parameters(model) if each[1].requires_grad)
+
+
+def _samples(parameter: nn.Parameter) -> list[Tensor]:
+    """Returns a parameter's per-sample gradients of each backward pass."""
+    samples = getattr(parameter, "grad_sample", None)
+    return [each for each in (samples if isinstance(samples, list) else [samples]) if isinstance(each, Tensor)]
+
+
+# --- errors ---
+
+_UNEQUAL = ("stack expects each tensor to be equal size", "must match the size of tensor", "operands do not broadcast")
+_MISSING = "Per sample gradient is not initialized"
+_NOT_CAPTURED = "No activations detected for"
+_ACCUMULATED = "not compatible with grad accumulation"
+_IN_PLACE = ("is a view and is being modified inplace", "modified by an inplace operation")
+
+
+@contain("explaining an error of Opacus")
+def explain(error: BaseException) -> None:
+    """Records which parameters, modules or lines have led to an error of Opacus or of its hooks."""
+    message, frames = str(error), list(_frames(error.__traceback__))
+    if not _models:
+        return
+    in_opacus = any("opacus" in frame.f_code.co_filename for frame, _ in frames)
+    if any(part in message for part in _IN_PLACE):
+        _record_in_place(frames)
+    elif not in_opacus:
+        return
+    elif _NOT_CAPTURED in message:
+        _record_not_captured(frames)
+    elif _MISSING in message:
+        _record_missing()
+    elif _ACCUMULATED in message:
+        _record_unowned()
+        _record_accumulated()
+    elif any(part in message for part in _UNEQUAL):
+        _record_counts()
+
+
+def _flash_clip_can_clip() -> bool:
+    """Returns whether flash_clip would be another mode, and can clip the model."""
+    shapes = observations.layer_shapes()
+    return shapes.mode != "flash_clip" and shapes.flash_clip_refusal() is None
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields the frames of a traceback with their lines, the innermost last."""
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _record_counts() -> None:
+    """Records how many samples the gradients of each module have, where a step found different numbers."""
+    owned = {id(parameter) for optimizer in list(_optimizers) for parameter in _parameters(optimizer)}
+    batches = observations.layer_shapes().batches
+    details = {"batch": batches[-1][1] if batches else 0, "flash_clip": _flash_clip_can_clip()}
+    for _, parameter in _private_parameters():
+        samples = _samples(parameter)
+        if id(parameter) in owned and samples:
+            count = sum(map(len, samples))
+            observations.record("sample_counts", native.owner_of(parameter), 0, samples=count, **details)
+
+
+def _record_missing() -> None:
+    """Records which modules have no per-sample gradients, and how far they came."""
+    owned = {id(parameter) for optimizer in list(_optimizers) for parameter in _parameters(optimizer)}
+    waiting, can_clip = observations.captures(), _flash_clip_can_clip()
+    named = {name: module for model in list(_models) for name, module in modules.named_modules(model)}
+    for name, parameter in _private_parameters():
+        if id(parameter) in owned and not _samples(parameter):
+            owner = native.owner_of(parameter)
+            observations.record(
+                "samples_missing",
+                owner,
+                parameter.nbytes,
+                has_gradient=parameter.grad is not None,
+                training=name not in named or named[name].training,
+                captures=waiting.get(owner, 0),
+                flash_clip=can_clip,
+            )
+
+
+def _record_not_captured(frames: Sequence[tuple[FrameType, int]]) -> None:
+    """Records the module whose backward hook ran although its forward was in eval mode, which captures nothing."""
+    running = [module for frame, _ in frames if isinstance(module := frame.f_locals.get("module"), nn.Module)]
+    if not running or running[-1].training:
+        return
+    for parameter in running[-1].parameters():
+        owner, size = native.owner_of(parameter), parameter.nbytes
+        observations.record(
+            "samples_missing", owner, size, has_gradient=False, training=False, captures=0, flash_clip=False
+        )
+
+
+def _record_accumulated() -> None:
+    """Records modules with per-sample gradients of several backward passes."""
+    for _, parameter in _private_parameters():
+        if len(samples := _samples(parameter)) > 1:
+            details = {"steps": _private_steps + _public_steps}
+            observations.record("samples_accumulated", native.owner_of(parameter), len(samples), **details)
+
+
+def _record_in_place(frames: Sequence[tuple[FrameType, int]]) -> None:
+    """Records the module or the line of the program that changed a layer's output in place."""
+    inside = [own for frame, _ in frames if isinstance(own := frame.f_locals.get("self"), nn.Module)]
+    names = {module: name for model in list(_models) for name, module in modules.named_modules(model)}
+    known = [module for module in inside if module in names]
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_own(frame.f_code.co_filename)]
+    module = known[-1] if known else None
+    name = "" if module is None else names[module]
+    is_option = bool(getattr(module, "inplace", False))
+    details = {"line": lines[-1] if lines else "", "layer": type(module).__name__, "is_option": is_option}
+    details["flash_clip"] = _flash_clip_can_clip()
+    observations.record("in_place", native.module_id(name), 0, **details)
+
+
+def _is_own(file: str) -> bool:
+    """Returns whether a file is one of the program, and not of an installed package or of Python."""
+    return not file.startswith(("<", sys.prefix, sys.base_prefix, _PACKAGE)) and "site-packages" not in file
