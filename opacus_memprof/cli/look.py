@@ -58,6 +58,7 @@ def report(
         Path | None,
         typer.Option(help="Profile of the same training without Opacus; adds the cost of privacy to --html."),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print all tables, and evidence of findings.")] = False,
 ) -> None:
     """Print where the memory went, from a profile. If the process was killed, reads its events instead.
 
@@ -65,6 +66,7 @@ def report(
     several ranks, DIRECTORY shows all ranks, and DIRECTORY/rank_0 one.
     """
     from opacus_memprof.analysis.job_view import JobView, load_view
+    from opacus_memprof.reports.summary import print_summary
     from opacus_memprof.reports.text import print_report
 
     given = {"html": html, "png": png, "csv": csv, "json": json, "latex": latex, "perfetto": perfetto}
@@ -79,7 +81,7 @@ def report(
             f"--html, or give one, as {directory / 'rank_0'}"
         )
     console = Console()
-    print_report(view, console)
+    (print_report if full else print_summary)(view, console)
     if wanted:
         from opacus_memprof.reports.export import export
 

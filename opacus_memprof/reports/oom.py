@@ -115,14 +115,14 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
         console.print(f"\n[yellow]{format_bytes(leftovers.bytes)} were left behind by {what}[/]", highlight=False)
 
 
-def _select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
+def select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
     """Returns the first suggestions that fit, or else those that save the most."""
     fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
     return (fitting or suggestions)[:_TOP_SUGGESTIONS]
 
 
 def _print_suggestions(report: OomReport, console: Console) -> None:
-    shown = _select_suggestions(report.suggestions)
+    shown = select_suggestions(report.suggestions)
     if not shown:
         console.print("\nNothing is known that would make it fit.")
     for number, suggestion in enumerate(shown, 1):

@@ -39,7 +39,7 @@ def print_profile(view: ProfileView, console: Console) -> None:
         console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
     profile = view.profile
     code = profile.exit_code
-    title = _status(profile) if code is None else f"{_status(profile)}, exit code {code}"
+    title = status_markup(profile) if code is None else f"{status_markup(profile)}, exit code {code}"
     if launch := profile.launch:
         title = f"rank {launch.rank} of {launch.world_size}, {title}"
     _print_header(title, profile, view.virtual_mark, console)
@@ -48,12 +48,12 @@ def print_profile(view: ProfileView, console: Console) -> None:
     for name, device in view.devices.items():
         _print_device(name, device, console)
     print_findings(profile.findings, console)
-    _print_warnings(profile.warnings, console)
+    print_warnings(profile.warnings, console)
 
 
 def print_job(view: JobView, console: Console) -> None:
     """Prints the peaks of a job's ranks, what makes them differ, and the findings."""
-    _print_header(f"{view.title}, {_status(view.summary)}", view.summary, view.virtual_mark, console)
+    _print_header(f"{view.title}, {status_markup(view.summary)}", view.summary, view.virtual_mark, console)
     if not view.ranks:
         console.print("No memory was allocated on a device that was profiled.")
     else:
@@ -68,9 +68,9 @@ def print_job(view: JobView, console: Console) -> None:
             console.print(f"\n[yellow]{ranks}[/] {effect}", highlight=False)
         whose, size = view.total
         console.print(f"\n{whose} together: [bold]{size}[/]", highlight=False)
-        _print_check(view.check, console)
+        print_check(view.check, console)
     print_findings(view.findings, console)
-    _print_warnings(view.summary.warnings, console)
+    print_warnings(view.summary.warnings, console)
 
 
 def print_findings(findings: Sequence[Finding], console: Console, count: int = _FINDINGS) -> None:
@@ -92,11 +92,14 @@ def _print_finding(kind: str, finding: Finding, console: Console) -> None:
     size = f", {format_bytes(finding.bytes)}" if finding.bytes else ""
     console.print(f"\n[bold yellow]{escape(kind)}[/]{escape(where)}{size}", highlight=False)
     for name, text in (("evidence", finding.evidence), ("remedy", finding.remedy)):
-        width = min(console.width, _WIDEST)
-        lines = textwrap.fill(
-            text, width, initial_indent=f"  {name}: ", subsequent_indent="    ", break_on_hyphens=False
-        )
-        console.print(escape(lines), highlight=False, soft_wrap=True)
+        print_indented(f"{name}: {text}", console, first="  ", following="    ")
+
+
+def print_indented(text: str, console: Console, first: str = "   ", following: str = "   ") -> None:
+    """Prints a paragraph that is indented by `first` in its first line, and by `following` in the others."""
+    width = min(console.width, _WIDEST)
+    lines = textwrap.fill(text, width, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)
+    console.print(escape(lines), highlight=False, soft_wrap=True)
 
 
 def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, console: Console) -> None:
@@ -109,13 +112,13 @@ def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, c
         console.print(escape(", ".join(known)), style="dim", highlight=False)
 
 
-def _status(profile: Profile | JobSummary) -> str:
+def status_markup(profile: Profile | JobSummary) -> str:
     """The status as markup, in its colour."""
     status = profile.status
     return f"[{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
 
 
-def _print_warnings(warnings: Sequence[str], console: Console) -> None:
+def print_warnings(warnings: Sequence[str], console: Console) -> None:
     if warnings:
         console.print()
     for warning in warnings:
@@ -162,7 +165,7 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
         console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)
     console.print()
     for check in view.checks:
-        _print_check(check, console)
+        print_check(check, console)
 
 
 def _print_categories(view: DeviceView, console: Console) -> None:
@@ -200,7 +203,7 @@ def _print_phases(view: DeviceView, console: Console) -> None:
     console.print(view.phases_note, style="dim", highlight=False)
 
 
-def _print_check(check: Check, console: Console) -> None:
+def print_check(check: Check, console: Console) -> None:
     style = _CHECK_STYLE[check.agrees]
     console.print(f"[{style}]{escape(check.claim)}[/]{escape(check.details)}", highlight=False)
 

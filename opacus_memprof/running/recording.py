@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -197,15 +198,16 @@ class ProgramRecording:
         """Prints the summary. With several ranks, the last one to end prints the summary of all."""
         from opacus_memprof.analysis.job_view import view_job
         from opacus_memprof.analysis.profile_view import view_profile  # not before the program itself is imported
-        from opacus_memprof.reports.text import print_job, print_profile
+        from opacus_memprof.reports.summary import print_summary
 
         launch = self._directory.launch
         if launch is None or launch.played == [launch.rank]:
-            _print_summary(print_profile, view_profile(profile))
+            show = partial(print_summary, has_shown_failure=True)  # by the session's end
+            _print_summary(show, view_profile(profile, session.directory))
             which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
             _print_note(f"the profile{which} is in {session.directory}")
         elif session.job is not None:
-            _print_summary(print_job, view_job(session.job, session.directory.parent))
+            _print_summary(print_summary, view_job(session.job, session.directory.parent))
             _print_note(f"the profiles of all ranks are in {session.directory.parent}")
         elif profile.status != "finished":
             _print_note(

@@ -33,6 +33,7 @@ from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, observe
 from opacus_memprof.reports.oom import build_oom_page, exception_note, print_oom
+from opacus_memprof.reports.summary import print_failure
 
 _TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its end
 
@@ -109,7 +110,7 @@ class Forensics:
             return
         self._printed = True
         with contextlib.suppress(OSError, ValueError):  # it may be closed
-            print_oom(self.report, Console(file=sys.__stderr__))
+            print_failure(self.report, Console(file=sys.__stderr__))
 
     def _build(self, failed: list[dict[str, Any]]) -> OomReport:
         with contextlib.suppress(OSError):  # the disk is full as well

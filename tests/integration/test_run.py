@@ -55,7 +55,7 @@ def test_a_script_that_fails(tmp_path: Path, end: str, status: str, code: int) -
     assert_reconciled(profile, tmp_path / "out")
     reports = sorted(path.name for path in (tmp_path / "out").glob("oom_report.*"))
     assert reports == (["oom_report.html", "oom_report.json", "oom_report.txt"] if end == "memory" else [])
-    assert completed.stderr.count("out of memory cpu: ") == (1 if end == "memory" else 0)
+    assert completed.stderr.count("OUT OF MEMORY in ") == (1 if end == "memory" else 0)
 
 
 def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_terminal_without_unicode() -> None:
 
 def test_the_command_prints_a_directory(tmp_path: Path) -> None:
     file = EventFile(closed=False).add("alloc", 64, 2048, "gradients", phase="backward", module="fc")
-    result = CliRunner().invoke(app, ["report", str(file.write(tmp_path))])
+    result = CliRunner().invoke(app, ["report", str(file.write(tmp_path)), "--full"])
     assert result.exit_code == 0
     assert result.output == printed(build_profile(tmp_path, status="killed", exit_code=None))
     assert "killed" in result.output

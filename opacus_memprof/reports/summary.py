@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints what comes first of a profile: the verdict, what would change it, and what was held, on one screen.
+
+`report --full` prints all tables (reports.text), and oom_report.txt has the whole of a failed allocation (reports.oom).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opacus_memprof.analysis.job_view import JobView
+from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PRIVATE
+from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.profile import Finding, virtual_mark
+from opacus_memprof.profiles.units import format_bytes, format_count, format_moment, format_share, shorten_name
+from opacus_memprof.reports.oom import select_suggestions
+from opacus_memprof.reports.text import (
+    bar,
+    print_check,
+    print_indented,
+    print_job,
+    print_warnings,
+    status_markup,
+    table_of,
+)
+
+_FIXES = 3
+_CATEGORIES = 5
+_MODULES = 5
+_MATERIAL = 0.1  # the part of the peak from which per-sample gradients are worth another mode
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A module, or modules whose names differ in one number.
+
+    Attributes:
+        name: such as "blocks.[0-11].mlp".
+        count: the number of modules.
+        largest: the bytes of the largest one.
+        total: of all.
+    """
+
+    name: str
+    count: int
+    largest: int
+    total: int
+
+
+def fold_modules(sizes: Mapping[str, int]) -> list[ModuleRow]:
+    """Groups modules whose names differ in their first number, the largest groups first."""
+    groups: dict[str, dict[int, int]] = {}
+    singles: dict[str, int] = {}
+    for name, size in sizes.items():
+        if found := _NUMBER.search(name):
+            pattern = f"{name[: found.start()]}*{name[found.end() :]}"
+            groups.setdefault(pattern, {})[int(found[0])] = size
+        else:
+            singles[name] = size
+    rows = [ModuleRow(name, 1, size, size) for name, size in singles.items() if size]
+    for pattern, by_number in groups.items():
+        numbers = sorted(number for number, size in by_number.items() if size)
+        if numbers:
+            name = pattern.replace("*", f"[{_ranges(numbers)}]" if len(numbers) > 1 else str(numbers[0]), 1)
+            found_sizes = [by_number[number] for number in numbers]
+            rows.append(ModuleRow(name, len(numbers), max(found_sizes), sum(found_sizes)))
+    return sorted(rows, key=lambda row: (-row.total, row.name))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def print_summary(view: ProfileView | JobView, console: Console, has_shown_failure: bool = False) -> None:
+    """Prints the first screen of a profile, or a job.
+
+    Args:
+        view: the profile or job.
+        console: where to print.
+        has_shown_failure: whether `print_failure` has been printed already.
+    """
+    if isinstance(view, JobView):
+        print_job(view, console)
+        return
+    profile = view.profile
+    code = "" if profile.exit_code is None else f", exit code {profile.exit_code}"
+    rank = f"rank {profile.launch.rank} of {profile.launch.world_size}, " if profile.launch else ""
+    console.print(
+        f"[bold]opacus-memprof[/]  {escape(view.name)}: {rank}{status_markup(profile)}{code}", highlight=False
+    )
+    failed = view.out_of_memory if profile.status == "out_of_memory" else None
+    if failed is not None:
+        if not has_shown_failure:
+            print_failure(failed, console)
+    else:
+        if view.virtual_mark:
+            console.print(f"[bold magenta]{escape(view.virtual_mark)}[/]", highlight=False)
+        if not view.devices:
+            console.print("No memory was allocated on a device that was profiled.")
+        for name, device in view.devices.items():
+            _print_peak(name, device, console)
+    _print_findings(profile.findings, console)
+    if failed is None:
+        for device in view.devices.values():
+            _print_held("AT THE PEAK", device.device.peak.categories, device.device.peak.requested_bytes, console)
+            _print_modules(_sizes_of(device.device.peak.modules), console)
+            _print_phases(device, console)
+    _print_checks(view, console)
+    print_warnings(profile.warnings, console)
+    for sentence in view.privacy:
+        console.print(f"\n[bold]Privacy check:[/] {escape(sentence)}", highlight=False)
+
+
+def print_failure(report: OomReport, console: Console) -> None:
+    """Prints the first screen of a failed allocation: what was short, what would fit, what was held."""
+    request = report.request
+    moment = format_moment(request.phase, request.step, request.logical_step)
+    what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
+    console.print(f"[bold red]OUT OF MEMORY[/] in {escape(moment)}, {escape(report.device)}", highlight=False)
+    console.print(f"{format_bytes(request.bytes)} of {escape(what)} failed", highlight=False)
+    if mark := virtual_mark(report.virtual):
+        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
+    console.print(f"[bold]{' · '.join(_needs(report))}[/]", highlight=False)
+    _print_suggestions(report, console)
+    _print_held("HELD AT THE FAILURE", report.holders.categories, report.live_bytes, console)
+    _print_modules(_sizes_of(report.holders.modules), console, count=3)
+
+
+def _needs(report: OomReport) -> list[str]:
+    """Returns what the step needs, and what there is room for with this run's rounding and fragments."""
+    room, needed = report.room, report.needed.bytes
+    parts = [f"needs {format_bytes(needed)}"]
+    usable = next((x for x in (room.capacity_bytes, room.may_reserve_bytes, room.limit_bytes) if x is not None), None)
+    if usable is not None:
+        parts.append(f"room for {format_bytes(usable)}")
+        if needed > usable:
+            parts.append(f"short by {format_bytes(needed - usable)}")
+    return parts
+
+
+def _print_suggestions(report: OomReport, console: Console) -> None:
+    shown = select_suggestions(report.suggestions)[:_FIXES]
+    console.print()
+    if not shown:
+        console.print("Nothing is known that would make it fit.")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column()
+    table.add_column("FIX", overflow="fold", ratio=1)
+    for column in ("PEAK", "", ""):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for number, each in enumerate(shown, 1):
+        fits = {True: "[green]fits[/]", False: "[yellow]too large[/]", None: ""}[each.fits]
+        table.add_row(str(number), escape(each.title), format_bytes(each.predicted_peak_bytes), fits, "predicted")
+    console.print(table)
+    for line in shown[0].code.splitlines():  # whole, so that it can be copied
+        console.print(f"   {escape(line)}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def _print_peak(name: str, view: DeviceView, console: Console) -> None:
+    peak = view.device.peak
+    reserved = "" if peak.reserved_bytes is None else f" · {format_bytes(peak.reserved_bytes)} reserved then"
+    console.print(
+        f"[bold]PEAK {view.peak_size}[/] in {escape(view.peak_moment)}, on {escape(name)}{reserved}", highlight=False
+    )
+    if view.failure:
+        console.print(f"[red]out of memory:[/] {escape(view.failure)}", highlight=False)
+    private = {category: size for category, size in peak.categories.items() if category in PRIVATE}
+    if ACTIVATION_HOOKS in private:
+        private[ACTIVATION_HOOKS] = peak.activation_hooks.opacus_only
+    if cost := sum(private.values()):
+        most = ", ".join(f"{category} {format_bytes(size)}" for category, size in largest_first(private)[:2])
+        share = format_share(cost, peak.requested_bytes)
+        console.print(
+            f"[bold]WHAT PRIVACY COSTS[/] {format_bytes(cost)} of it, {share}: {escape(most)}", highlight=False
+        )
+    gradients = peak.categories.get("per_sample_gradients", 0)
+    if gradients > _MATERIAL * peak.requested_bytes:
+        console.print(
+            f'[bold]COULD BE[/] up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip", which forms '
+            "no per-sample gradients",
+            highlight=False,
+        )
+
+
+def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Prints the remedies, one for each kind of finding."""
+    kinds: dict[str, list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault(finding.kind, []).append(finding)
+    for kind, found in kinds.items():
+        where = f" in {found[0].module}" if found[0].module else ""
+        more = f" and {format_count(len(found) - 1, 'more module')}" if len(found) > 1 else ""
+        total = sum(finding.bytes for finding in found)
+        size = f", {format_bytes(total)}" if total else ""
+        console.print(f"\n[bold yellow]{escape(kind.replace('_', ' '))}[/]{escape(where)}{more}{size}", highlight=False)
+        print_indented(found[0].remedy, console)
+
+
+def _print_held(heading: str, categories: Mapping[str, int], whole: int, console: Console) -> None:
+    rows = largest_first(categories)
+    if not rows:
+        return
+    table = table_of(heading, ("", ""), ("",))
+    for name, size in rows[:_CATEGORIES]:
+        table.add_row(escape(name), format_bytes(size), format_share(size, whole), bar(size, rows[0][1]))
+    if rest := rows[_CATEGORIES:]:
+        size = sum(size for _, size in rest)
+        table.add_row(f"{len(rest)} more", format_bytes(size), format_share(size, whole), "", style="dim")
+    console.print()
+    console.print(table)
+
+
+def _print_modules(sizes: Mapping[str, int], console: Console, count: int = _MODULES) -> None:
+    rows = fold_modules({name: size for name, size in sizes.items() if name})
+    if not rows:
+        return
+    table = table_of("MODULES", ("", "each", "together"), ())
+    for row in rows[:count]:
+        times = f"×{row.count}" if row.count > 1 else ""  # noqa: RUF001
+        table.add_row(escape(shorten_name(row.name)), times, format_bytes(row.largest), format_bytes(row.total))
+    if rest := rows[count:]:
+        table.add_row(f"{len(rest)} more", "", "", format_bytes(sum(row.total for row in rest)), style="dim")
+    console.print()
+    console.print(table)
+
+
+def _sizes_of(groups: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(sizes.values()) for name, sizes in groups.items()}
+
+
+def _print_phases(view: DeviceView, console: Console) -> None:
+    if not view.phases:
+        return
+    table = table_of("PHASES", ("peak", "step"), ("mostly",))
+    for row in sorted(view.phases, key=lambda row: -row.bytes)[:_CATEGORIES]:
+        table.add_row(escape(row.name), row.size, str(row.step), escape(row.mostly))
+    console.print()
+    console.print(table)
+
+
+def _print_checks(view: ProfileView, console: Console) -> None:
+    checks = [check for device in view.devices.values() for check in device.checks]
+    console.print()
+    if checks and all(check.agrees for check in checks):
+        console.print("[green]every byte accounted for[/]", highlight=False)
+    else:
+        for check in checks:
+            print_check(check, console)
+    directory = escape(str(view.directory or "DIR"))
+    console.print(f"all tables: opacus-memprof report {directory} --full, a page: --html", style="dim", highlight=False)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first screen of a profile: verdict, what would change it, what was held."""
+
+import io
+from typing import Any
+
+import pytest
+from made_profiles import a_device, a_peak, a_profile
+from rich.console import Console
+
+from opacus_memprof.analysis.oom.failure_report import build_report
+from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange
+from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.reports.summary import ModuleRow, fold_modules, print_failure, print_summary
+
+MIB = 2**20
+
+
+def lines(print_screen: Any, shown: Any, width: int = 80) -> list[str]:
+    stream = io.StringIO()
+    print_screen(shown, Console(file=stream, width=width, color_system=None))
+    return stream.getvalue().splitlines()
+
+
+def private_profile(**more: Any) -> Profile:
+    """A peak of 20 MiB. Privacy's are 12 MiB of per-sample gradients and 1 MiB of captures that only Opacus holds."""
+    peak = a_peak(
+        requested_bytes=20 * MIB,
+        step=1,
+        phase="backward",
+        categories={"per_sample_gradients": 12 * MIB, "activation_hooks": 3 * MIB, "model_parameters": 5 * MIB},
+        activation_hooks={"shared_with_autograd": 2 * MIB, "opacus_only": MIB},
+        modules={f"blocks.{i}.mlp": {"per_sample_gradients": 4 * MIB} for i in range(3)},
+    )
+    return a_profile(**{"devices": {"cpu": a_device(peak=peak)}, **more})
+
+
+def out_of_memory(*suggestions: SuggestedChange) -> OomReport:
+    holding = {
+        "bytes": 900 * MIB,
+        "blocks": 3,
+        "largest": 300 * MIB,
+        "category": "activations",
+        "module": "blocks.0.attention",
+        "op": "",
+        "phase": "forward",
+        "step": 0,
+    }
+    failure = {
+        "number": 0,
+        "device": "cpu",
+        "requested": 12 * MIB,
+        "category": "per_sample_gradients",
+        "module": "head",
+        "op": "",
+        "phase": "backward",
+        "step": 0,
+        "logical_step": 0,
+        "unix_ns": 0,
+        "holdings": [holding],
+        "upstream": {"limit": 905 * MIB},
+    }
+    report = build_report([failure], TrainingShapes())
+    report.suggestions[:] = suggestions
+    return report
+
+
+def a_change(title: str, peak: int, fits: bool, code: str = "") -> SuggestedChange:
+    return SuggestedChange(title, [], code, "", peak, 0, fits)
+
+
+def test_the_peak_is_said_first() -> None:
+    head = lines(print_summary, view_profile(private_profile()))
+    assert head[0].endswith("finished, exit code 0")
+    assert head[1] == "PEAK 20.00 MiB in backward of step 1, on cpu"
+
+
+def test_what_privacy_costs_leaves_out_what_autograd_holds() -> None:
+    text = "\n".join(lines(print_summary, view_profile(private_profile()), 140))
+    assert "WHAT PRIVACY COSTS 13.00 MiB of it, 65.0 %: per_sample_gradients 12.00 MiB" in text  # 12 + 1 of 20
+
+
+def test_per_sample_gradients_lead_to_flash_clip() -> None:
+    text = "\n".join(lines(print_summary, view_profile(private_profile()), 140))
+    assert 'COULD BE up to 12.00 MiB less with grad_sample_mode="flash_clip"' in text
+
+
+def test_a_run_without_privacy_has_no_costs() -> None:
+    peak = a_peak(requested_bytes=MIB, categories={"activations": MIB})
+    text = "\n".join(lines(print_summary, view_profile(a_profile(devices={"cpu": a_device(peak=peak)}))))
+    assert "PRIVACY" not in text
+    assert "COULD BE" not in text
+
+
+def test_remedies_stand_above_the_tables() -> None:
+    finding = {"kind": "growing_memory", "module": "", "bytes": MIB, "evidence": "why", "remedy": "call zero_grad()"}
+    text = "\n".join(lines(print_summary, view_profile(private_profile(findings=[finding]))))
+    assert text.index("growing memory, 1.00 MiB") < text.index("call zero_grad()") < text.index("AT THE PEAK")
+
+
+def test_a_failure_is_verdict_fix_evidence() -> None:
+    shown = lines(print_failure, out_of_memory(a_change("half the batch", 400 * MIB, True)))
+    assert shown[:2] == [
+        "OUT OF MEMORY in backward of step 0, cpu",
+        "12.00 MiB of per sample gradients of head failed",
+    ]
+    fix = next(i for i, line in enumerate(shown) if "FIX" in line)
+    held = next(i for i, line in enumerate(shown) if line.startswith("HELD AT THE FAILURE"))
+    assert 1 < fix < held
+    assert shown[fix + 1].split() == ["1", "half", "the", "batch", "400.00", "MiB", "fits", "predicted"]
+
+
+def test_a_failure_takes_one_screen() -> None:
+    changes = [a_change(f"a change with a long title, number {i}", i * MIB, i < 2, "x = 1\ny = 2") for i in range(9)]
+    shown = lines(print_failure, out_of_memory(*changes))
+    assert len(shown) <= 24
+    assert max(map(len, shown)) <= 80
+
+
+def test_code_to_copy_is_one_line() -> None:
+    code = "with BatchMemoryManager(data_loader=loader, max_physical_batch_size=6, optimizer=optimizer) as loader:"
+    shown = lines(print_failure, out_of_memory(a_change("half the batch", MIB, True, code)))
+    assert f"   {code}" in shown
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ({"h.0.mlp": 2, "h.1.mlp": 4, "h.2.mlp": 3}, [ModuleRow("h.[0-2].mlp", 3, 4, 9)]),
+        ({"h.0": 1, "h.2": 1, "h.3": 1}, [ModuleRow("h.[0,2-3]", 3, 1, 3)]),
+        ({"h.7.mlp.0": 5, "h.7.mlp.2": 0}, [ModuleRow("h.7.mlp.0", 1, 5, 5)]),
+        ({"a1": 2, "a2": 3}, [ModuleRow("a2", 1, 3, 3), ModuleRow("a1", 1, 2, 2)]),
+        ({"e.0.x.0": 1, "e.0.x.1": 2}, [ModuleRow("e.0.x.1", 1, 2, 2), ModuleRow("e.0.x.0", 1, 1, 1)]),
+        ({}, []),
+    ],
+)
+def test_modules_that_differ_in_a_number_are_one_row(sizes: dict[str, int], rows: list[ModuleRow]) -> None:
+    assert fold_modules(sizes) == rows
