@@ -11,7 +11,7 @@ from rivals_models import gpt2, llama, vit
 from torch import nn
 from virtual_gpu_models import MODELS, Model, images, tokens
 
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Transformer
 
 
 @dataclass(frozen=True)

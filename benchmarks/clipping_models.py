@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.experiments.models import Logits
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Logits, Transformer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
 import opacus_memprof
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Transformer
 from opacus_memprof.profiles.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpu_models import MeanCrossEntropy
 
 import opacus_memprof
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Transformer
 
 VOCABULARY, WIDTH, LAYERS, HEADS, TOKENS, STEPS = 50257, 768, 12, 12, 512, 2
 

@@ -14,8 +14,7 @@ import torch
 from clipping_models import Config, resnet
 from torch import nn
 
-from opacus_memprof.experiments.models import Logits
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Logits, Transformer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from opacus_memprof.experiments.transformer import Block
+from opacus_memprof.experiments.models import Block
 
 
 class SmallGPT(nn.Module):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from opacus_memprof.experiments.models import Logits, replace_conv1d
-from opacus_memprof.experiments.transformer import Transformer
+from opacus_memprof.experiments.models import Logits, Transformer, replace_conv1d
 
 CLASSES = 10
 WIDE_HEAD = 60_000

@@ -56,7 +56,7 @@ def train(row: Row, kind: str) -> dict[str, Any]:
     from virtual_gpu_models import MeanCrossEntropy
 
     import opacus_memprof
-    from opacus_memprof.experiments.transformer import Transformer
+    from opacus_memprof.experiments.models import Transformer
 
     times = {"imports": time.perf_counter() - STARTED}
     with opacus_memprof.profile(tempfile.mkdtemp(prefix="virtual_gpu_time_"), device="cuda") as session:

@@ -18,10 +18,9 @@ from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, 
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.directory import cell_content, copy_profile, draws_content, verdict_content, write_plan
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
-from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import PlannedCell, fill
+from opacus_memprof.planning.table import PlannedCell, fill, make_cells
 from opacus_memprof.planning.verdict import judge
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel models that flash_clip supports, and communication between their ranks."""
+"""Data-parallel models that flash_clip supports, communication between their ranks, and their Poisson sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -217,3 +218,28 @@ class KeptRefusal:
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+
+class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus' sampler for one of several ranks, which also yields empty batches.
+
+    Opacus skips empty batches. Such a rank takes fewer steps than the others, which then wait forever.
+    """
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        indices = torch.arange(self.total_size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            indices = torch.randperm(self.total_size, generator=generator)
+        indices = indices[self.rank :: self.num_replicas]
+        for _ in range(self.num_batches):
+            yield indices[torch.rand(self.num_samples, generator=self.generator) < self.sample_rate]
+
+
+def sample_every_step(sampler: object) -> None:
+    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler. Ignores other samplers.
+
+    The conversion is in place, because a DataLoader's sampler cannot be replaced.
+    """
+    if type(sampler) is DistributedUniformWithReplacementSampler:
+        sampler.__class__ = EveryStepSampler

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated
+from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated, sample_every_step
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
@@ -31,7 +31,6 @@ from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizers import optimizer_class
-from opacus_memprof.clipping.optimizers.poisson_sampler import sample_every_step
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
 from opacus_memprof.errors import MemprofError

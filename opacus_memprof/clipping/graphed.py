@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_memprof.clipping.arguments import is_checked
 from opacus_memprof.clipping.bookkeeping.norm_checks import NormCheck, refuse_capture
 from opacus_memprof.clipping.kernels.native import begin_tables_of_graph, end_tables_of_graph
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
-from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
 
 _WARM_UPS = 3  # as torch.cuda.make_graphed_callables has

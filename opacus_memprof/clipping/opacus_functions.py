@@ -28,8 +28,8 @@ from opacus_memprof.clipping.arguments import (
     named_parameters,
 )
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
+from opacus_memprof.clipping.module.attached_hooks import find_owner
 from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
-from opacus_memprof.clipping.module.owners import find_owner
 from opacus_memprof.clipping.optimizers import optimizer_class
 from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP

@@ -14,7 +14,7 @@ from opacus.optimizers import get_optimizer_class
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import RandomState
 from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm

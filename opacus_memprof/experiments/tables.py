@@ -11,8 +11,7 @@ from msgspec import to_builtins
 
 from opacus_memprof.experiments import summary
 from opacus_memprof.experiments.files import json_text
-from opacus_memprof.experiments.memory_types import memory_types
-from opacus_memprof.experiments.rows import MB, OPERATIONS, Row
+from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, memory_types
 from opacus_memprof.profiles.experiment_result import StageSnapshot
 from opacus_memprof.profiles.json_object import FORMAT
 

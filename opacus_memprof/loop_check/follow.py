@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opacus_memprof.loop_check.explain import explain, foreign_parameters
-from opacus_memprof.loop_check.loss_scale import LossScale
 from opacus_memprof.loop_check.records import (
     Call,
     Findings,
     LogicalStep,
+    LossScale,
     PhysicalBatch,
     PrivateModel,
     RandomState,

@@ -21,10 +21,11 @@ from opacus_memprof.profiles.directory import ProfileDirectory
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.after_import import AfterImport
 from opacus_memprof.running.program import Program, print_exception
-from opacus_memprof.running.signals import BackgroundSignalHandler, die_of
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
+import contextlib
+import ctypes
 
 T = TypeVar("T")
 
@@ -235,3 +236,45 @@ def _print_summary(render: Callable[[T, Console], None], view: T) -> None:
 
 def _print_note(sentence: str) -> None:
     print(f"opacus-memprof: {sentence}", file=sys.__stderr__)
+
+
+GRACE_SECONDS = 5.0  # torchrun sends SIGKILL 30 s after SIGTERM
+
+
+class BackgroundSignalHandler:
+    """Calls `callback` in another thread if `signum` arrives and `handled` is not set within GRACE_SECONDS.
+
+    Must be constructed in the main thread. Does nothing if the program sets a wakeup descriptor of its own.
+    """
+
+    def __init__(self, signum: int, handled: threading.Event, callback: Callable[[], object]) -> None:
+        self._signum, self._handled, self._callback = signum, handled, callback
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        existing = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if existing != -1:
+            signal.set_wakeup_fd(existing)
+            return
+        # Signals that a forked child receives must not be handled in this process.
+        os.register_at_fork(after_in_child=lambda: _unset_wakeup_fd(write))
+        threading.Thread(target=self._wait_for_signals, name="opacus-memprof signals", daemon=True).start()
+
+    def _wait_for_signals(self) -> None:
+        while number := os.read(self._read, 1):
+            if number[0] == self._signum and not self._handled.wait(GRACE_SECONDS):
+                self._callback()
+
+
+def _unset_wakeup_fd(descriptor: int) -> None:
+    with contextlib.suppress(ValueError):  # not in the main thread
+        if (current := signal.set_wakeup_fd(-1)) != descriptor:
+            signal.set_wakeup_fd(current)
+
+
+def die_of(signum: int) -> None:
+    """Ends this process by the signal, from any thread.
+
+    Uses C's `signal` to reset the handler, because Python's function works in the main thread only.
+    """
+    ctypes.CDLL(None).signal(signum, 0)  # SIG_DFL
+    os.kill(os.getpid(), signum)

@@ -320,10 +320,7 @@ class Session:
         return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
 
     def explain(self, error: BaseException) -> None:
-        """Writes oom_report.txt, .json and .html if memory has run out since the last call, and adds a note to `error`.
-
-        torch.OutOfMemoryError needs no call; `close` prints the report to stderr.
-        """
+        """Writes oom_report.* if memory ran out since the last call, with a note on `error`. `close` prints it."""
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain(error)

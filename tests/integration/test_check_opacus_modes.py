@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
+from opacus_memprof.clipping.arguments import is_checked
 from opacus_memprof.clipping.proof.by_hand import exchanges
-from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
 
 MODES = ["hooks", "functorch", "ew", "ghost"]

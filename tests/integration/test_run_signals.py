@@ -39,7 +39,7 @@ def test_a_script_that_a_signal_ends(tmp_path: Path, start_script: Start, number
 
 HANGS = """
 import ctypes, sys, torch
-from opacus_memprof.running import signals
+from opacus_memprof.running import recording as signals
 signals.GRACE_SECONDS = 0.3
 kept = torch.zeros(1000)
 libc = ctypes.CDLL(None)
@@ -62,7 +62,7 @@ def test_a_script_that_hangs_in_a_library_call(tmp_path: Path, start_script: Sta
 
 SLOW_HANDLER = """
 import signal, time, torch
-from opacus_memprof.running import signals
+from opacus_memprof.running import recording as signals
 signals.GRACE_SECONDS = 0.1
 def write_checkpoint(*_):
     time.sleep(1.0)

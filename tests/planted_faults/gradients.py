@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "recognized_scale_adds_one",
-        "layers/scale.py",
+        "layers/normalization.py",
         'values["weight"].fill_(self.unit)',
         'values["weight"].fill_(1)',
         "A layer that scales by one plus its weight has a gradient that is twice too large.",

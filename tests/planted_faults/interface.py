@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault(
         "check_of_every_power",
-        "proof/schedule.py",
+        "arguments.py",
         "step & (step - 1) == 0 if step <= _LAST_POWER else step % _LATER == 0",
         "step & (step - 1) == 0",
         'check="sometimes" ends with the powers of two.',
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "registered_strangers",
-        "module/owners.py",
+        "module/attached_hooks.py",
         "    if strangers:",
         "    if False:",
         "The optimizer holds parameters that nobody clips.",
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "registered_for_several_models",
-        "module/owners.py",
+        "module/attached_hooks.py",
         "    if len(owners) > 1:",
         "    if False:",
         "A sample's gradient is clipped in each model by itself.",

@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "checks_accept_large_differences",
-        "proof/prover.py",
+        "proof/recorder.py",
         "rounding = [_tolerance(dtype, device) for",
         "rounding = [1e12 * _tolerance(dtype, device) for",
         "A check of a known situation takes mixing for rounding.",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opacus_memprof.clipping.forwards.repetition import close
-from opacus_memprof.clipping.proof.observation import TensorSummary
+from opacus_memprof.clipping.proof.sample_forwards import TensorSummary
 
 SHAPES = [(3,), (3, 3), (3, 5), (3, 100), (12, 70), (5, 3, 40), (3, 7, 100), (3, 2, 9, 11), (3, 1, 64, 64)]
 

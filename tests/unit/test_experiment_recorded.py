@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.recorded import best_suggestion, peaks_between
+from opacus_memprof.experiments.result import best_suggestion, peaks_between
 from tests.unit.event_files import EventFile
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from opacus_memprof.loop_check.by_hand import clip_by_hand, mixing_module, per_sample_gradients
 from opacus_memprof.loop_check.follow import Follower
-from opacus_memprof.loop_check.loss_scale import LossScale
 from opacus_memprof.loop_check.noise_check import check_noise
 from opacus_memprof.loop_check.records import (
     Call,
     Findings,
     LogicalStep,
+    LossScale,
     NotCheckedError,
     PhysicalBatch,
     PrivateModel,

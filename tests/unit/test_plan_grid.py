@@ -10,9 +10,8 @@ from rich.console import Console
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range, parse_search
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
-from opacus_memprof.planning.grid import make_cells
 from opacus_memprof.planning.report import print_cells
-from opacus_memprof.planning.table import PlannedCell
+from opacus_memprof.planning.table import PlannedCell, make_cells
 from opacus_memprof.planning.virtual_run import VirtualRun
 
 EXPANDABLE = ("expandable_segments:True", "expandable_segments:False")

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from opacus_memprof.clipping.proof.schedule import has_sums_checked, is_checked, is_explained
+from opacus_memprof.clipping.arguments import has_sums_checked, is_checked, is_explained
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows
 
 SHAPES = [(3,), (3, 5), (3, 2, 7), (3, (1 << 17) + 9)]

@@ -11,8 +11,8 @@ import pytest
 
 from opacus_memprof.experiments import summary
 from opacus_memprof.experiments.grid import grid
-from opacus_memprof.experiments.memory_types import MEMORY_TYPES, memory_types
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
+from opacus_memprof.experiments.rows import MEMORY_TYPES, memory_types
 from opacus_memprof.experiments.tables import results_lines, row_details, summary_csv
 from tests.unit.made_profiles import a_peak
 from tests.unit.sweep_results import BASE, GIB, a_row, assert_contains, failed, finished, out_of_memory, with_fields

@@ -155,11 +155,7 @@ class Bookkeeping:
                 each.tasks.add(task)
 
     def _pass_of(self, forward: int, batch_size: int) -> BackwardPass:
-        """Returns the pass of a forward.
-
-        Forwards of one call of `backward` have the same samples and belong to one pass. Forwards of different calls
-        have different samples.
-        """
+        """Returns the pass of a forward: forwards in one call of `backward` have the same samples, and share a pass."""
         for each in reversed(self._passes):
             if forward in each.forwards:
                 return each
@@ -194,10 +190,7 @@ class Bookkeeping:
             )
 
     def must_repeat_norms(self) -> bool:
-        """Returns whether the backward for the norms must run again, because a layer is used more than once.
-
-        Drops its norms in this case.
-        """
+        """Returns whether the backward for the norms must run again, as a layer is used more than once. Drops them."""
         repeats, self._found_shared = self._found_shared, False
         if repeats:
             self._passes.pop()
@@ -251,10 +244,7 @@ class Bookkeeping:
         return factors.mul_(scale)
 
     def _drop(self, each: BackwardPass, norms: torch.Tensor) -> None:
-        """Drops the samples of a pass whose norms are not finite. The host waits for the norms.
-
-        A factor of 0 would not be enough, because 0 times infinity is NaN.
-        """
+        """Drops the samples of a pass whose norms are not finite (a factor of 0 would give NaN). The host waits."""
         finite = norms.isfinite()
         each.dropped = (~finite).nonzero().flatten().tolist()
         if each.dropped:
@@ -337,10 +327,7 @@ class Bookkeeping:
         return len(self._passes)
 
     def sort(self) -> None:
-        """Sorts the kept tensors, so that `pop_clipped_sums` yields sums in the order of the optimizer's parameters.
-
-        Parameters that are used more than once come first.
-        """
+        """Sorts the kept tensors in the order of the optimizer's parameters, those with several uses first."""
 
         def last_first(item: tuple[Layer, KeptTensors]) -> int:
             return -min(self.places[parameter] for parameter in item[1].norms)

@@ -21,8 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.arrangement import Arrangement, expand_over_batch
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
-from opacus_memprof.clipping.forwards.module_state import ModuleState
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
 from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]

@@ -155,10 +155,7 @@ class Layer:
         raise NotImplementedError
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the input as autocast will cast it.
-
-        The kept tensor is then the one that the layer computes with.
-        """
+        """Returns the input as autocast will cast it, so that the kept tensor is the one that the layer uses."""
         return x
 
     def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.layers.base import Layer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer, ScaledEmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
-from opacus_memprof.clipping.layers.scale import ScaleLayer
+from opacus_memprof.clipping.layers.normalization import ScaleLayer
 
 
 def recognize(name: str, module: nn.Module) -> Layer | None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches the hooks of flash_clip to layers, parameters, and the modules that a program may call."""
+"""Attaches the hooks of flash_clip to layers, parameters, and the modules that a program may call.
+
+Also finds the flash_clip module of a parameter, for optimizers that are made from parameters alone.
+"""
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -11,9 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.program_context import run_hooks, run_pre_hooks
+from opacus_memprof.errors import MemprofError
 
 
 class AttachedHooks:
@@ -158,3 +163,47 @@ def _untraced(hook: Any) -> Any:
         return hook
     function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
     return MethodType(function, hook.__self__)
+
+
+_OWNERS: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its hooks, which hold the parameter
+
+
+def remember_owner(hooks: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Records that these parameters belong to the model with these FlashClipHooks, replacing earlier records."""
+    reference = weakref.ref(hooks)
+    for parameter in parameters:
+        _OWNERS[parameter] = reference
+
+
+def find_owner(parameters: Iterable[nn.Parameter]) -> Any:
+    """Returns the FlashClipHooks of the model that all these parameters belong to.
+
+    Raises:
+        MemprofError: they belong to none or to several models, or the hooks were removed.
+    """
+    owners: list[Any] = []
+    strangers = []
+    for parameter in parameters:
+        reference = _OWNERS.get(parameter)
+        hooks = reference() if reference is not None else None
+        if hooks is None or not hooks.autograd_grad_sample_hooks:
+            strangers.append(parameter)
+        elif not any(hooks is each for each in owners):
+            owners.append(hooks)
+    if not owners:
+        raise MemprofError(
+            "the optimizer's parameters belong to no flash_clip module: call wrap_model(model, 'flash_clip', ...) "
+            "first, and make the optimizer from the parameters of that model."
+        )
+    if strangers:
+        raise MemprofError(
+            f"{len(strangers)} of the optimizer's parameters, the first of shape {list(strangers[0].shape)}, do not "
+            "belong to the flash_clip module of the others: give them another optimizer, or make the model that "
+            "contains all of them private."
+        )
+    if len(owners) > 1:
+        raise MemprofError(
+            f"the optimizer's parameters belong to {len(owners)} flash_clip modules, but a sample's gradient is "
+            "clipped as a whole: wrap one model that contains them all."
+        )
+    return owners[0]

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.arguments import Check
+from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
@@ -24,7 +23,6 @@ from opacus_memprof.clipping.proof.joint_proofs import JointProofs
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.outputs import is_compiled, tensors_in
 from opacus_memprof.clipping.proof.probe import CannotRunError
-from opacus_memprof.clipping.proof.schedule import is_checked, is_explained
 from opacus_memprof.clipping.proof.situations import Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError
 

@@ -16,11 +16,11 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_a
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
-from opacus_memprof.clipping.forwards.random_state import RandomState
 from opacus_memprof.clipping.forwards.repetition import is_repeating
+from opacus_memprof.clipping.forwards.state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.module.attached_hooks import AttachedHooks
+from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, remember_owner
 from opacus_memprof.clipping.module.call_proofs import CallProofs
 from opacus_memprof.clipping.module.calls import (
     Call,
@@ -33,7 +33,6 @@ from opacus_memprof.clipping.module.calls import (
     one_pass_fits,
     wheres_by_shape,
 )
-from opacus_memprof.clipping.module.owners import remember_owner
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.proof.situations import Situation, Situations

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.module_state import ModuleState
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.certificate import SituationRecord

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import RandomState
 from opacus_memprof.errors import MemprofError
 
 _LEAST = 4  # a repeated check uses at least so many samples, and one part in _SHARE of the batch

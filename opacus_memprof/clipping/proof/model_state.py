@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.forwards.module_state import INTERNAL
+from opacus_memprof.clipping.forwards.state import INTERNAL
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")

@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
-from opacus_memprof.clipping.arguments import Check
+from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.proof.by_hand import ForwardByHand, Gradients, norm
 from opacus_memprof.clipping.proof.certificate import Certificate
-from opacus_memprof.clipping.proof.schedule import is_checked
 from opacus_memprof.errors import MemprofError
 
 _STABILITY = 1e-6  # as in Opacus

@@ -20,11 +20,13 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_sta
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.layers.sharded import refuse_repetition
-from opacus_memprof.clipping.proof.observation import (
+from opacus_memprof.clipping.proof.sample_forwards import (
+    SAMPLES,
+    SIZE,
     Observation,
+    SampleForwards,
     TensorSummary,
 )
-from opacus_memprof.clipping.proof.sample_forwards import SAMPLES, SIZE, SampleForwards
 from opacus_memprof.errors import MemprofError
 
 _CHANGED = 1  # the sample that differs between the first two forwards

@@ -20,16 +20,22 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
-from opacus_memprof.clipping.proof.recorder import ManyRecorder, Record, RowRecorder, SumRecorder
-from opacus_memprof.clipping.proof.summary import Rows, halves, relative_differences
+from opacus_memprof.clipping.proof.recorder import (
+    ManyRecorder,
+    RowRecorder,
+    SumRecorder,
+    agree,
+    far_apart,
+    first_difference,
+)
+from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -160,7 +166,7 @@ class Prover:
         for i in (first, first + 1):
             kept = torch.tensor(plans[i])
             other = self._changed(self._record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
-            if not _agree(base, other, kept, no_leak=not (shared and None in wheres)):
+            if not agree(base, other, kept, no_leak=not (shared and None in wheres)):
                 return True
         return False
 
@@ -265,7 +271,7 @@ class Prover:
 
     def _compare(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
         for a, b in zip(base.outputs, other.outputs, strict=True):
-            if a.shape[1:] != b.shape[1:] or _far(a, b, kept):
+            if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):
                 raise MixingError(
                     f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
                     "the "
@@ -276,7 +282,7 @@ class Prover:
         doubts = []
         layers = list(dict.fromkeys(r.layer for r in reversed(base.recorder.records)))
         for layer in layers:
-            reason = _difference(base.recorder.of_layer(layer), other.recorder.of_layer(layer), kept, no_leak)
+            reason = first_difference(base.recorder.of_layer(layer), other.recorder.of_layer(layer), kept, no_leak)
             if reason is not None:
                 doubts.append(Doubt(layer, reason, moves=True))
         known = set(layers)
@@ -363,62 +369,3 @@ class _Run:
         is_kept = not (self.has_shared and self.with_shared)
         recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
         return replace(self, outputs=[rows.first(count) for rows in self.outputs], recorder=recorder)
-
-
-_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def _agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak: bool) -> bool:
-    """Returns whether two runs agree in all data of the kept samples.
-
-    With `no_leak`, also requires that no other sample gets a gradient. The host waits once, not for every layer.
-    """
-    if base.places != other.places or base.rows.kinds != other.rows.kinds:
-        return False
-    if not base.places:
-        return True
-    bits, projections, norms, _ = base.rows.numbers()
-    other_bits, other_projections, _, largest = other.rows.numbers()
-    device = norms.device
-    kept = kept.to(device)
-    rounding = [_tolerance(dtype, device) for _, dtype in base.rows.kinds]
-    differences = relative_differences(projections - other_projections, norms, bits == other_bits)
-    is_far = (differences > torch.tensor(rounding, device=device).unsqueeze(1)) & kept
-    if no_leak:
-        is_gradient = torch.tensor([kind == "gradient" for _, kind in other.places], device=device)
-        is_far |= (largest > 0) & ~kept & is_gradient.unsqueeze(1)
-    return not bool(is_far.any())
-
-
-def _far(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
-    """Returns whether kept samples differ by more than rounding."""
-    tolerance = _tolerance(a.dtype, a.norms.device) * (1 if a.shape == b.shape else 8)
-    differences = a.differences(b)
-    return bool((torch.where(kept.to(differences.device), differences, 0) > tolerance).any())
-
-
-def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the largest relative difference that rounding may cause."""
-    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return 2e-3
-    dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
-    return max(_TOLERANCES.get(each, 2e-5) for each in dtypes)
-
-
-def _difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_leak: bool) -> str | None:
-    """Returns a description of the first difference between kept samples, or None."""
-    if len(base) != len(other):
-        return "is called another number of times when other samples change"
-    for a, b in zip(base, other, strict=True):
-        pairs = [*zip(a.inputs, b.inputs, strict=False), *zip(a.gradients, b.gradients, strict=False)]
-        if any(x.shape[1:] != y.shape[1:] for x, y in pairs):
-            return "gets other shapes when other samples change"
-        if any(_far(x, y, kept) for x, y in zip(a.inputs, b.inputs, strict=False)):
-            return "gets another input for a sample when other samples of the batch change"
-        if any(_far(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):
-            return "gets another output gradient for a sample when other samples of the batch change"
-        if any(_far(x, y, kept) for x, y in zip(a.own, b.own, strict=False)):
-            return "gives a sample another gradient when other samples of the batch change"
-        if no_leak and any(bool((g.largest[~kept.to(g.largest.device)] > 0).any()) for g in b.gradients):
-            return "gets an output gradient for a sample from the outputs of other samples"
-    return None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the bookkeeping while a proof runs backward: records the data that reaches each layer."""
+"""Replaces the bookkeeping while a proof runs backward: records the data that reaches each layer.
+
+Also compares the records of two runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 from opacus_memprof.clipping.agreement import KeptRefusal
 from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.proof.summary import ManyRows, Rows
+from opacus_memprof.clipping.proof.summary import ManyRows, Rows, relative_differences
 from opacus_memprof.clipping.workspace import Workspace
 
 
@@ -156,3 +159,62 @@ class SumRecorder:
                 continue
             known.total = known.total + total
             known.layers.append(layer)
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def agree(base: ManyRecorder, other: ManyRecorder, kept: torch.Tensor, no_leak: bool) -> bool:
+    """Returns whether two runs agree in all data of the kept samples.
+
+    With `no_leak`, also requires that no other sample gets a gradient. The host waits once, not for every layer.
+    """
+    if base.places != other.places or base.rows.kinds != other.rows.kinds:
+        return False
+    if not base.places:
+        return True
+    bits, projections, norms, _ = base.rows.numbers()
+    other_bits, other_projections, _, largest = other.rows.numbers()
+    device = norms.device
+    kept = kept.to(device)
+    rounding = [_tolerance(dtype, device) for _, dtype in base.rows.kinds]
+    differences = relative_differences(projections - other_projections, norms, bits == other_bits)
+    is_far = (differences > torch.tensor(rounding, device=device).unsqueeze(1)) & kept
+    if no_leak:
+        is_gradient = torch.tensor([kind == "gradient" for _, kind in other.places], device=device)
+        is_far |= (largest > 0) & ~kept & is_gradient.unsqueeze(1)
+    return not bool(is_far.any())
+
+
+def far_apart(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
+    """Returns whether kept samples differ by more than rounding."""
+    tolerance = _tolerance(a.dtype, a.norms.device) * (1 if a.shape == b.shape else 8)
+    differences = a.differences(b)
+    return bool((torch.where(kept.to(differences.device), differences, 0) > tolerance).any())
+
+
+def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the largest relative difference that rounding may cause."""
+    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2e-3
+    dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
+    return max(_TOLERANCES.get(each, 2e-5) for each in dtypes)
+
+
+def first_difference(base: list[Record], other: list[Record], kept: torch.Tensor, no_leak: bool) -> str | None:
+    """Returns a description of the first difference between kept samples, or None."""
+    if len(base) != len(other):
+        return "is called another number of times when other samples change"
+    for a, b in zip(base, other, strict=True):
+        pairs = [*zip(a.inputs, b.inputs, strict=False), *zip(a.gradients, b.gradients, strict=False)]
+        if any(x.shape[1:] != y.shape[1:] for x, y in pairs):
+            return "gets other shapes when other samples change"
+        if any(far_apart(x, y, kept) for x, y in zip(a.inputs, b.inputs, strict=False)):
+            return "gets another input for a sample when other samples of the batch change"
+        if any(far_apart(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):
+            return "gets another output gradient for a sample when other samples of the batch change"
+        if any(far_apart(x, y, kept) for x, y in zip(a.own, b.own, strict=False)):
+            return "gives a sample another gradient when other samples of the batch change"
+        if no_leak and any(bool((g.largest[~kept.to(g.largest.device)] > 0).any()) for g in b.gradients):
+            return "gets an output gradient for a sample from the outputs of other samples"
+    return None

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.agreement import Agreement, Lockstep
-from opacus_memprof.clipping.arguments import Check
+from opacus_memprof.clipping.arguments import Check, has_sums_checked
 from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.module_state import restoring_state
-from opacus_memprof.clipping.forwards.random_state import RandomState
+from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
@@ -28,7 +27,6 @@ from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.program_context import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
-from opacus_memprof.clipping.proof.schedule import has_sums_checked
 from opacus_memprof.clipping.proof.summary import release
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError

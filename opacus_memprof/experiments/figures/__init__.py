@@ -6,8 +6,7 @@ from pathlib import Path
 
 from opacus_memprof.experiments.figures.bars import breakdown_comparison, peak_comparison
 from opacus_memprof.experiments.figures.details import detailed_analysis, operation_breakdown
-from opacus_memprof.experiments.figures.heatmap import memory_heatmap
-from opacus_memprof.experiments.figures.overview import analysis_overview
+from opacus_memprof.experiments.figures.overview import analysis_overview, memory_heatmap
 from opacus_memprof.experiments.figures.timeline import timelines
 from opacus_memprof.experiments.figures.tradeoff import performance_tradeoff
 from opacus_memprof.experiments.rows import Row

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opacus_memprof.experiments.figures.bars import height, labels
-from opacus_memprof.experiments.memory_types import memory_types
-from opacus_memprof.experiments.rows import OPERATIONS, Row
+from opacus_memprof.experiments.rows import OPERATIONS, Row, memory_types
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import category_color

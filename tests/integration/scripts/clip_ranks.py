@@ -232,7 +232,7 @@ def buffers(case: str) -> None:
 
 def one_by_one(case: str, wrap: str, name: str) -> None:
     """As poisson, where every sum is too large to be sent together with others."""
-    with mock.patch("opacus_memprof.clipping.optimizers.reduce_scatter._SMALL", 0):
+    with mock.patch("opacus_memprof.clipping.optimizers.fsdp._SMALL", 0):
         poisson(case, wrap, name)
 
 
