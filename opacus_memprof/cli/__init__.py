@@ -9,7 +9,7 @@ import typer
 from opacus_memprof.cli.debug import debug
 from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment, experiments, single_gpu, sweep
 from opacus_memprof.cli.look import ReportCommand, diff, report, tax
-from opacus_memprof.cli.options import current_name
+from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
@@ -26,7 +26,7 @@ PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
 app = typer.Typer(
     no_args_is_help=True,
     # Options and their choices may be written with _ or -. Arguments of a script stay as they are.
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+    context_settings={"token_normalize_func": normalized},
 )
 # Options after the script are the script's.
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)

@@ -25,6 +25,7 @@ from opacus_memprof.cli.options import (
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
+from opacus_memprof.profiles.units import format_count
 
 if TYPE_CHECKING:
     from opacus_memprof.experiments.grid import Cell
@@ -79,7 +80,10 @@ def experiment(
     mode: Annotated[
         Mode,
         typer.Option(
-            "--mode", metavar="|".join(MODES), help="vanilla trains without privacy; the others are ways to clip."
+            "--mode",
+            "--experiment",
+            metavar="|".join(MODES),
+            help="vanilla trains without privacy; the others are ways to clip.",
         ),
     ],
     output: Annotated[
@@ -113,7 +117,12 @@ def experiments(
     *,
     modes: Annotated[
         list[str] | None,
-        typer.Option("--mode", metavar="|".join(MODES), help="Methods to compare. Default: all."),
+        typer.Option(
+            "--mode",
+            "--experiment",
+            metavar="|".join(MODES),
+            help="Methods to compare, such as vanilla ghost flash_clip. Default: all.",
+        ),
     ] = None,
     training: MethodOptions,
     results_dir: Annotated[
@@ -134,8 +143,12 @@ def experiments(
     from opacus_memprof.experiments.grid import methods
     from opacus_memprof.experiments.presets import EXPERIMENTS
 
+    cells = methods(base, modes or ())
+    print(f"{format_count(len(cells), 'method')}, in this order: {', '.join(cell.name for cell in cells)}")
+    if not modes:
+        print("to compare fewer: --mode vanilla ghost flash_clip")
     directory = results_dir or Path("memory_profiling_results") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
-    _run(EXPERIMENTS, methods(base, modes or ()), directory, training, running)
+    _run(EXPERIMENTS, cells, directory, training, running)
 
 
 @with_groups

@@ -200,6 +200,8 @@ Nproc = Annotated[
     ),
 ]
 
+# Values that messages show as the documentation writes them.
+_VALUES = {"flash-clip": "flash_clip", "model-only": "model_only"}
 # Other spellings of options.
 _SYNONYMS = {
     "experiment": "mode",
@@ -210,9 +212,15 @@ _SYNONYMS = {
 }
 
 
-def current_name(name: str) -> str:
-    """Returns the name of an option, without its dashes, from any of its spellings."""
+def normalized(name: str) -> str:
+    """Returns the name of an option, without its dashes, or of a choice, with - and with _ alike."""
     name = name.replace("_", "-")
+    return _VALUES.get(name, name)
+
+
+def current_name(name: str) -> str:
+    """Returns the same, and for other spellings of an option its name."""
+    name = normalized(name)
     return _SYNONYMS.get(name, name)
 
 

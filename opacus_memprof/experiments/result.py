@@ -160,6 +160,7 @@ def _memory(profile: Profile | None, allocator_peak: AllocatorPeak | None, direc
         "peak_memory_mb": allocated / MB,
         "breakdown": {
             **{f"{category}_mb": size / MB for category, size in peak.categories.items()},
+            "rounding_mb": (allocated - peak.requested_bytes) / MB,
             "total_allocated_mb": allocated / MB,
             "peak_allocated_mb": (allocator_peak.max_allocated_bytes if allocator_peak else allocated) / MB,
         },

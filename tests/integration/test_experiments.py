@@ -39,6 +39,7 @@ KEYS_OF_A_BREAKDOWN = {
     "activation_hooks_mb",
     "norm_samples_mb",
     "temp_matrices_mb",
+    "rounding_mb",
     "total_allocated_mb",
     "peak_allocated_mb",
 }

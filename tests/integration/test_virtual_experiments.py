@@ -46,6 +46,10 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
     assert (small["status"], large["status"]) == ("finished", "out_of_memory")
     assert small["peak"]["categories"]["model_parameters"] == 4 * small["parameters"]["total"]
     assert small["allocator_peak"]["max_reserved_bytes"] <= 400 * 2**20 - GPUS["t4"].context_memory
+    assert small.breakdown is not None
+    parts = {name: size for name, size in small.breakdown.items() if "_allocated_" not in name}
+    assert parts["rounding_mb"] > 0
+    assert sum(parts.values()) == pytest.approx(small.peak_memory_mb)
     # Of each sample a gradient: more than there is.
     assert 1024 * 4 * large["parameters"]["trainable"] > 400 * 2**20
     for result in (small, large):

@@ -63,7 +63,8 @@ def test_the_same_thing_has_the_same_name_in_all_commands() -> None:
     for command in ("experiment", "experiments", "sweep", "single-gpu"):
         listed = {name.lstrip("-") for option in COMMANDS.commands[command].params for name in option.opts}
         assert shared <= listed
-        assert not listed & {"experiment", "num-iter", "warmup-iter", "seq-len", "output-dir"}
+        assert not listed & {"num-iter", "warmup-iter", "seq-len", "output-dir"}
+        assert ("experiment" in listed) == command.startswith("experiment")  # whose documented name it is
 
 
 def test_options_of_a_dataclass_reach_the_command_as_one() -> None:
@@ -87,6 +88,16 @@ def test_options_of_a_dataclass_reach_the_command_as_one() -> None:
 def test_both_spellings_are_one_choice(mode: str) -> None:
     assert parsed("experiment", "--experiment", mode, "--output", "a_b.json")["mode"] == "flash_clip"
     assert str(parsed("experiment", "--experiment", mode, "--output", "a_b.json")["output"]) == "a_b.json"
+
+
+@pytest.mark.parametrize(
+    ("command", "documented"), [("experiment --experiment", "flash_clip"), ("debug --debug_level", "model_only")]
+)
+def test_a_wrong_choice_lists_the_documented_spellings(command: str, documented: str) -> None:
+    refused = CliRunner().invoke(cli.app, [*command.split(), "none"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert f"'{documented}'" in refused.output
+    assert documented.replace("_", "-") not in refused.output
 
 
 def test_a_script_s_arguments_are_its_own() -> None:
