@@ -2,6 +2,7 @@
 """`opacus-memprof experiment`, `experiments`, `sweep`, `single-gpu` and `draw`: train given models, compare memory."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -207,7 +208,7 @@ def single_gpu(
     use_lora: Annotated[
         bool, typer.Option("--use-lora", help="Train LoRA adapters instead of all parameters.")
     ] = False,
-    lora_rank: Annotated[int, typer.Option(help="LoRA rank; needs --use-lora.")] = 16,
+    lora_rank: Annotated[int | None, typer.Option(help="LoRA rank; needs --use-lora. Default: 16.")] = None,
     results_dir: ResultsDir = Path("single_gpu_memory_results"),
     run_all: Annotated[
         bool,
@@ -227,12 +228,16 @@ def single_gpu(
 
     Default model: meta-llama/Llama-3.2-3B-Instruct.
     """
+    if lora_rank is not None and not use_lora:
+        print(
+            f"opacus-memprof: --lora-rank {lora_rank} has no effect: add --use-lora to train adapters", file=sys.stderr
+        )
     base = training.classification(
         SINGLE_GPU_MODEL,
         seq_length=seq_length,
         batch_size=batch_size,
         max_physical_batch_size=max_physical_batch_size,
-        lora_rank=lora_rank if use_lora else None,
+        lora_rank=(16 if lora_rank is None else lora_rank) if use_lora else None,
     )
     from opacus_memprof.experiments.grid import Cell, one_at_a_time
     from opacus_memprof.experiments.presets import SINGLE_GPU

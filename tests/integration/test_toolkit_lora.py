@@ -174,7 +174,7 @@ def test_a_model_that_is_given_is_compared_without_the_adapters_of_before(tmp_pa
         ({"max_grad_norm": None}, "max_grad_norm is None"),
         ({"grad_sample_mode": "fast"}, "grad_sample_mode is 'fast' in the configuration: use hooks, functorch"),
         (3, "a int is not a configuration"),
-        ({"model": "no/such/path/at/all"}, "cannot be loaded"),
+        ({"model": "no/such/path/at/all"}, "there is no folder no/such/path/at/all"),
     ],
 )
 def test_a_configuration_that_cannot_be_used(

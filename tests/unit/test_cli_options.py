@@ -100,6 +100,13 @@ def test_a_wrong_choice_lists_the_documented_spellings(command: str, documented:
     assert documented.replace("_", "-") not in refused.output
 
 
+@pytest.mark.parametrize(("more", "warns"), [([], True), (["--use_lora"], False)])
+def test_a_lora_rank_without_adapters_is_warned_of(more: list[str], warns: bool) -> None:
+    ran = CliRunner().invoke(cli.app, ["single-gpu", "--lora_rank", "32", "--config", "none", *more])
+    assert isinstance(ran.exception, MemprofError)  # there is no such model: nothing is trained
+    assert ("--lora-rank 32 has no effect: add --use-lora" in ran.output) == warns
+
+
 def test_a_script_s_arguments_are_its_own() -> None:
     theirs = ["--my_rate", "1_000", "--other-rate=2", "--max_events", "7"]
     values = parsed("run", "--max_events", "5", "my_script.py", *theirs)

@@ -164,7 +164,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         models.build_model(Configuration(model=str(path), pretrained=True), CPU)
     message = str(refused.value)
     assert "\n" not in message
-    assert message.startswith(f'the model "{path}" cannot be loaded (')
+    assert message.startswith(f"there is no folder {path}: correct the path")
     assert "--model-name PATH" in message
     assert "--config tiny|transformer|gpt2|" in message
     assert "hf_secret" not in message.replace(str(path), "")

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that cannot be had are a sentence: what is missing or wrong, and what to do."""
 
+import os
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +72,86 @@ def test_a_gated_model_s_error_names_both_ways_to_give_a_token(
     with pytest.raises(MemprofError, match=r"use another$") as raised:
         hub.load_pretrained("Auto", "org/model", "use another")
     assert all((word in str(raised.value)) == is_gated for word in ("--token", "HF_TOKEN"))
+
+
+# What the hub answers: a status, its headers.
+ANSWERS = {
+    "refused": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
+    "gated": (401, {"X-Error-Code": "GatedRepo"}),
+    "denied": (403, {"X-Error-Code": "GatedRepo"}),
+    "narrow": (403, {"X-Error-Message": "Please enable access to public gated repositories"}),
+    "missing": (404, {"X-Error-Code": "RepoNotFound"}),
+}
+MODELS = ["org/refused", "org/gated", "org/denied", "org/narrow", "org/missing", "./not_here"]
+PROGRAM = """
+import sys
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.integrations import hub
+hub.use_cache_if_hub_unreachable()
+for model in sys.argv[2:]:
+    try:
+        hub.load_pretrained("AutoModelForCausalLM", model, "use another", token=sys.argv[1])
+    except MemprofError as error:
+        print(error)
+"""
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        status, headers = ANSWERS[self.path.split("/")[-4 if "resolve" in self.path else -1]]
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": "0"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815  (http.server's name)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def messages(directory: Path, endpoint: str, token: str, *models: str, **variables: str) -> list[str]:
+    kept = (name for name in os.environ if not name.startswith("HF_") and not name.lower().endswith("_proxy"))
+    environment = {name: os.environ[name] for name in kept}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(directory), **variables}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, token, *models]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=directory)
+    assert "hf_secret" not in ran.stdout
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("token", "refusal", "denial"),
+    [("", "no token", "403: it is gated"), ("hf_secret", "refused the token", "no access")],
+)
+def test_the_hub_s_answers_are_told_apart(token: str, refusal: str, denial: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        told = messages(tmp_path, f"http://127.0.0.1:{server.server_address[1]}", token, *MODELS)
+    finally:
+        server.shutdown()
+        server.server_close()
+    refused, gated, denied, narrow, missing, no_folder = told
+    assert all("401" in message and refusal in message for message in (refused, gated))
+    assert all(denial in message for message in (denied, narrow))
+    assert "ask for access on https://huggingface.co/org/denied" in denied
+    assert "404: the hub has no such model" in missing
+    assert no_folder.startswith("there is no folder ./not_here:")
+
+
+def test_offline_by_choice_and_by_network_differ(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    (network,) = messages(tmp_path, closed, "", "org/model")
+    (choice,) = messages(tmp_path, closed, "", "org/model", HF_HUB_OFFLINE="1")
+    assert f"{closed} cannot be reached" in network
+    assert "a mirror that it reaches in HF_ENDPOINT" in network
+    assert "HF_HUB_OFFLINE is 1" in choice
+    assert "unset HF_HUB_OFFLINE" in choice
 
 
 def test_adapters_are_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
