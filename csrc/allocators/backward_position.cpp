@@ -33,7 +33,7 @@ struct Boundary {
   std::uint16_t module;
 };
 
-// Boundaries in rising order of their numbers. Not thread safe.
+// Boundaries in ascending order of their numbers. Not thread safe.
 class SequenceRanges {
  public:
   void begin(std::uint64_t sequence, std::uint16_t module) {
@@ -44,7 +44,7 @@ class SequenceRanges {
     boundaries_.push_back({.begin = sequence, .module = module});
   }
 
-  // `hint` is where the caller found its last number. Backward runs through the numbers downwards
+  // `hint` is the position of the caller's last number. Backward goes through the numbers downwards
   // from the newest, so the search goes down in growing steps: the next range is near.
   [[nodiscard]] SequenceRange find(std::uint64_t sequence, std::size_t hint) const noexcept {
     if (boundaries_.empty() || sequence < boundaries_.front().begin) return {};
@@ -75,11 +75,11 @@ class SequenceRanges {
   std::vector<Boundary> boundaries_;
 };
 
-// The ranges of every thread that runs forwards: each numbers its own nodes, and a node knows the
-// thread that made it. (Reentrant activation checkpointing recomputes on autograd's thread.)
+// The ranges of every thread that runs forwards: each thread numbers its own nodes, and a node
+// knows its thread. (Reentrant activation checkpointing recomputes on autograd's thread.)
 class ForwardThreads {
  public:
-  // Of the calling thread, from `sequence` on.
+  // Begins a range of the calling thread, from `sequence` on.
   void begin(std::uint64_t sequence, std::uint16_t module) {
     thread_local ThreadRegistration registration(*this);
     const std::lock_guard guard(lock_);
@@ -87,7 +87,8 @@ class ForwardThreads {
     count_change();
   }
 
-  // Counts the ranges that began or were dropped. Never 0, so that 0 can stand for no look-up.
+  // Counts the ranges that began or were dropped. Never 0, so that 0 can mean that there was no
+  // look-up.
   [[nodiscard]] std::uint32_t changes() const noexcept {
     return changes_.load(std::memory_order_relaxed);
   }
@@ -104,7 +105,7 @@ class ForwardThreads {
   void unlock() noexcept { lock_.unlock(); }
 
  private:
-  // The length of a thread. Its ranges outlive it, because its graph may.
+  // Registers a thread for its lifetime. Its ranges outlive it, because its graph may.
   struct ThreadRegistration {
     explicit ThreadRegistration(ForwardThreads& threads)
         : all(threads),
@@ -147,15 +148,15 @@ class ForwardThreads {
 ForwardThreads& forward_threads() {
   static auto* const instance = [] {
     const auto release = [] { forward_threads().unlock(); };
-    // Its lock is a leaf: it may be taken before the recorder's and that of the names, or after.
+    // Its lock is a leaf: it may be taken before or after the recorder's and that of the names.
     pthread_atfork([] { forward_threads().lock(); }, release, release);
     return new ForwardThreads;
   }();
   return *instance;
 }
 
-// The module whose forward made the node. Most nodes are of the same module as the last one, so
-// that its range is looked at first.
+// Returns the module whose forward made the node. Most nodes belong to the same module as the
+// previous one, so its range is checked first.
 [[gnu::hot]] std::uint16_t module_of(ThreadTags::LastNode& last, const torch::autograd::Node& node,
                                      std::uint64_t sequence) noexcept {
   constexpr std::uint64_t kAccumulateGrad = UINT64_MAX;  // belongs to no forward
@@ -172,8 +173,8 @@ ForwardThreads& forward_threads() {
   return last.range.module;
 }
 
-// Node types are few: each is named once, then found by its type's address. (A node's own name()
-// may need Python, and builds a string each time.)
+// There are few node types: each is named once, then found by its type's address. (A node's own
+// name() may need Python, and builds a string each time.)
 class OpNames {
  public:
   std::uint16_t id_of(const torch::autograd::Node& node) {
@@ -205,7 +206,8 @@ int backward_task() noexcept {
 
 namespace {
 
-// Inside this graph task. A function of its own: most callers are in none, and save no registers.
+// Returns the position inside this graph task. A separate function, because most callers are in no
+// task and then save no registers.
 [[gnu::hot, gnu::noinline]] const BackwardPosition& position_in(int task) {
   const auto node = torch::autograd::get_current_node();
   ThreadTags::LastNode& last = this_thread().last_node;

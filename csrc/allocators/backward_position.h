@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks autograd where a thread is in a backward pass, and whose forward made the running node.
+// Asks autograd for a thread's position in a backward pass, and for the module whose forward made
+// the running node.
 //
-// Autograd numbers the nodes that a thread makes; the range of numbers that a module's forward used
-// names the module in backward, without touching the graph or keeping it alive.
+// Autograd numbers the nodes that a thread makes. The range of numbers that a module's forward used
+// identifies the module in backward, without touching the graph or keeping it alive.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,15 @@
 
 namespace opacus_memprof {
 
-// Where the calling thread is now; the reference holds until the thread's next call. Never takes
-// the GIL.
+// Returns the position of the calling thread; the reference is valid until the thread's next call.
+// Never takes the GIL.
 const BackwardPosition& backward_position();
 
-// The graph task that the calling thread is inside, which backward_state then knows, or -1. Cheaper
-// than backward_position(), for callers that need neither module nor op.
+// Returns the graph task that the calling thread is inside, or -1, and notes it in backward_state.
+// Cheaper than backward_position(), for callers that need neither module nor op.
 int backward_task() noexcept;
 
-// The length of a module's forward: pushes its tag and gives it the sequence numbers made
-// meanwhile.
+// A module's forward: pushes its tag and assigns the sequence numbers made meanwhile to it.
 class ModuleScope {
  public:
   [[gnu::hot]] explicit ModuleScope(std::uint16_t module);
@@ -28,8 +28,8 @@ class ModuleScope {
   ModuleScope& operator=(const ModuleScope&) = delete;
   [[gnu::hot]] ~ModuleScope();
 
-  // To be called if the forward has raised: the phase then ends with the outermost forward, because
-  // no backward follows.
+  // Called if the forward has raised. The phase then ends with the outermost forward, because no
+  // backward follows.
   void fail() noexcept { failed_ = true; }
 
  private:

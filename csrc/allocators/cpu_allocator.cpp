@@ -17,14 +17,14 @@ namespace {
 
 constexpr Device kCpu = 0;
 
-// Adds up what c10's CPU memory reporter says of each block, an account independent of our ledger.
-// c10 keeps the size of a block only while a thread-local listener asks for it, so ours is
-// installed during each upstream call, and passes on to the one that was there (torch.profiler's).
-// The reporter's own total will not do: it keeps blocks whose free had no listener, such as those
-// that torch.profiler saw the birth of.
+// Adds up the reports of c10's CPU memory reporter for each block, independently of our ledger. c10
+// keeps the size of a block only while a thread-local listener requests it, so ours is installed
+// during each upstream call, and forwards to the previous one (torch.profiler's). The reporter's
+// own total is not usable: it includes blocks whose free had no listener, such as blocks whose
+// allocation torch.profiler has seen.
 //
-// In a forked child none is installed: c10's reporter takes a mutex for a listener, which another
-// thread may have held at the fork, and that thread does not exist in the child.
+// In a forked child no listener is installed: c10's reporter takes a mutex for a listener, which
+// another thread may have held at the fork, and that thread does not exist in the child.
 class MemoryListener final : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* pointer, std::int64_t size, std::size_t allocated,
@@ -69,8 +69,8 @@ class ListenerScope {
   }
 
  private:
-  // Our listener and nothing else, made once: a guard makes it anew each time, which takes longer
-  // than the allocation. Called where there is nothing else.
+  // Debug info with our listener only, made once: a guard makes it each time, which takes longer
+  // than the allocation. Used if there is no other listener.
   static const std::shared_ptr<c10::ThreadLocalDebugInfo>& only_our_listener() {
     static const auto* const instance = [] {
       const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, listener());
@@ -82,7 +82,7 @@ class ListenerScope {
   std::optional<c10::DebugInfoGuard> guard_;
 };
 
-// The upstream of every wrapped block; set once, since blocks outlive uninstall().
+// The upstream of every wrapped block. Set once, because blocks outlive uninstall().
 c10::Allocator* upstream = nullptr;
 c10::DeleterFnPtr upstream_deleter = nullptr;
 std::atomic<std::int64_t> adopted_bytes{0};
@@ -118,7 +118,7 @@ void free_adopted(void* pointer) {
 class DelegatingCpuAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t size) override {
-    // Uninstalled, but a storage asks the allocator that it was made by when it is resized.
+    // Uninstalled, but a storage that is resized asks the allocator that made it.
     const bool uninstalled = c10::GetAllocator(c10::DeviceType::CPU) == upstream;
     if (uninstalled || !recorder().is_recording()) return upstream->allocate(size);
     c10::DataPtr data;
@@ -190,8 +190,8 @@ class ProfiledCpuAllocator final : public ProfiledAllocator {
   void note_peak(PeakId /*peak*/) noexcept override {}
 
  private:
-  // At the lowest priority that c10 accepts, since it ignores whoever comes later with a lower one:
-  // that is the one of the allocator now, which c10 does not tell.
+  // At the lowest priority that c10 accepts, because it ignores later allocators with a lower one.
+  // That is the priority of the current allocator, which c10 does not report.
   static void make_current(c10::Allocator* allocator) {
     for (int priority = 0; c10::GetAllocator(c10::DeviceType::CPU) != allocator; ++priority) {
       c10::SetAllocator(c10::DeviceType::CPU, allocator, static_cast<std::uint8_t>(priority));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts the delegating allocator in torch's place and takes it out again, at any time.
+// Installs the delegating allocator instead of torch's, and removes it again, at any time.
 #include "allocators/cuda_allocator.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "allocators/cuda_history.h"
 #include "allocators/reporting.h"
 
-// CUDAContextLight.h includes headers of CUDA libraries that not every installation has.
+// CUDAContextLight.h includes headers of CUDA libraries that some installations lack.
 #if defined(OPACUS_MEMPROF_HAS_WorkspaceMapWithMutex) && __has_include(<cusolverDn.h>) && \
     __has_include(<cusparse.h>) && __has_include(<cublasLt.h>)
 #include <ATen/cuda/CUDAContextLight.h>
@@ -33,14 +33,14 @@ c10::DeviceIndex device_index(Device device) noexcept {
 
 #ifdef OPACUS_MEMPROF_READS_WORKSPACES
 const void* pointer_of(const c10::DataPtr& workspace) { return workspace.get(); }
-template <typename Size>  // newer torches keep it with its size
+template <typename Size>  // newer versions of torch keep it with its size
 const void* pointer_of(const std::pair<c10::DataPtr, Size>& workspace) {
   return workspace.first.get();
 }
 #endif
 
-// Those of cuBLAS that were allocated before install(): one for each thread and stream that
-// multiplied matrices, some 32 MiB each.
+// Retags workspaces of cuBLAS that were allocated before install(): one for each thread and stream
+// that multiplied matrices, about 32 MiB each.
 void retag_seeded_workspaces() {
 #ifdef OPACUS_MEMPROF_READS_WORKSPACES
   for (auto* workspaces : {&at::cuda::cublas_handle_stream_to_workspace(),
@@ -68,8 +68,8 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     }
     ours.look_for_history();
     forget_what_has_gone();
-    // First of all, so that no block falls between: what another thread allocates meanwhile is
-    // reported, and what is reported is not seeded.
+    // First of all, so that no block is missed: allocations of other threads meanwhile are
+    // reported, and reported blocks are not seeded.
     ours.set_reporting(true);
     cca::allocator.store(&ours);
     c10::SetAllocator(c10::DeviceType::CUDA, &ours);
@@ -100,7 +100,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     const bool adopted = data.compare_exchange_deleter(delegating_->upstream()->raw_deleter(),
                                                        delegating_->raw_deleter());
     if (adopted) {
-      // A block that was there when the ledger was seeded is known already.
+      // A block that existed when the ledger was seeded is known already.
       recorder().seed(address_of(data.get()), bytes, static_cast<Device>(1 + data.device().index()),
                       0);
       recorder().adopt(address_of(data.get()));
@@ -130,7 +130,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     recorder().note_upstream_at_peak(peak, requested, allocated, reserved);
   }
 
-  // Made on first use and never destroyed: tensors keep pointers to it.
+  // Made on first use and never destroyed, because tensors keep pointers to it.
   DelegatingCudaAllocator& delegating() {
     if (delegating_ == nullptr) {
       if (cca::get()->raw_deleter() == nullptr) {
@@ -145,7 +145,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
   }
 
   std::int64_t refresh(c10::DeviceIndex device) {
-    if (delegating_ == nullptr) return 0;  // a program that uses a GPU, and profiles the CPU alone
+    if (delegating_ == nullptr) return 0;  // a program that uses a GPU, and profiles the CPU only
     std::int64_t pending = 0;
     std::unordered_map<std::uint64_t, std::uint64_t> alive;  // address → bytes
     for_each_block(*delegating_->upstream(),
@@ -162,23 +162,23 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
       if (found != alive.end() && found->second == known.size()) continue;
       note_peak_ended_by_free(
           recorder().forget({known.address, known.serial}, this_thread().phase()));
-      // Another one by now, which a call has handed out that had begun before install().
+      // Another block by now, from a call that had begun before install().
       if (found != alive.end()) recorder().seed(known.address, found->second, known.device, 0);
     }
     return pending;
   }
 
  private:
-  // Puts torch's allocator back where no block lives that ours has reported. Where some do, looks
-  // again after as many frees: so a free costs no search.
+  // Restores torch's allocator if no block that ours has reported is live. If some are, checks
+  // again after as many frees, so that a free needs no search.
   void leave_if_unused() noexcept {
     for (;;) {
-      awaited_frees_ = kMany;  // frees count from here on, also while we look
+      awaited_frees_ = kMany;  // frees count from here on, including those during the search
       std::int64_t left = reported_blocks();
       if (left == 0 && !delegating_->is_reporting() &&
           replace(delegating_, delegating_->upstream())) {
         delegating_->forget_pools();
-        // One that was reported since has found ours in place, and left it to us to see.
+        // A thread that has reported since then found ours installed, and left the check to us.
         left = reported_blocks();
         if (left == 0 || !replace(delegating_->upstream(), delegating_)) return;
       }
@@ -193,14 +193,14 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     return true;
   }
 
-  // The live blocks whose frees will be reported.
+  // The number of live blocks whose frees will be reported.
   static std::int64_t reported_blocks() noexcept {
     try {
       return std::ranges::count_if(recorder().live_blocks(), [](const Block& block) {
         return block.device != 0 && !block.seeded;
       });
     } catch (const std::bad_alloc&) {
-      return 1;  // it is asked again at the next free
+      return 1;  // checked again at the next free
     }
   }
 
@@ -212,7 +212,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     c10::DeviceIndex device;
   };
 
-  // The blocks that upstream has handed out, by address; nothing where it has no snapshots.
+  // Returns the blocks that upstream has handed out, by address; nothing if it has no snapshots.
   std::optional<std::unordered_map<std::uint64_t, Found>> handed_out() {
     std::unordered_map<std::uint64_t, Found> alive;
     if (!delegating_->upstream()->initialized()) return std::nullopt;
@@ -227,7 +227,8 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     return alive;
   }
 
-  // What the ledger holds of an earlier install may be gone since, and its address somebody else's.
+  // Blocks in the ledger from an earlier install may have been freed since then, and their
+  // addresses reused.
   void forget_what_has_gone() {
     const std::vector<Block> known = recorder().live_blocks();
     if (std::ranges::all_of(known, [](const Block& block) { return block.device == 0; })) return;
@@ -241,8 +242,8 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     }
   }
 
-  // Tensors from before have the native deleter: their frees go past us (refresh notices). Without
-  // snapshots they stay unknown and show as a remainder.
+  // Earlier tensors have the native deleter, so their frees are not seen (refresh detects them).
+  // Without snapshots they stay unknown and show as a remainder.
   void seed() {
     const auto alive = handed_out();
     if (!alive) return;
@@ -266,7 +267,7 @@ ProfiledAllocator& cuda_allocator() { return profiled_cuda_allocator(); }
 
 c10::cuda::CUDACachingAllocator::CUDAAllocator* delegating_cuda_allocator() {
   DelegatingCudaAllocator& ours = profiled_cuda_allocator().delegating();
-  if (cca::get() != &ours) ours.set_reporting(true);  // about to be put in place by the caller
+  if (cca::get() != &ours) ours.set_reporting(true);  // the caller is about to install it
   return &ours;
 }
 

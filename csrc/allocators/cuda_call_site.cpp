@@ -14,7 +14,7 @@ namespace detail {
 CallSites call_sites;
 
 bool asks_for_workspaces(const void* return_address) {
-  // A handful of call sites, each looked up once a thread.
+  // A few call sites, each looked up once per thread.
   thread_local std::unordered_map<const void*, bool> known;
   const auto found = known.find(return_address);
   const auto remember = [&](bool asks) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells workspaces of CUDA libraries from tensors, by the caller of the allocator.
+// Distinguishes workspaces of CUDA libraries from tensors, by the caller of the allocator.
 //
-// Tensors are made by libtorch_cpu (at::detail::empty_generic), on every device. What libtorch_cuda
-// and libtorch_cuda_linalg, which torch loads when it needs it, ask for directly are the workspaces
-// they lend to cuBLAS, cuDNN, cuSOLVER, cub and the like (up to 65 MiB on an H200, one for each
-// thread and stream) - and the few functions that resize a tensor's storage.
+// libtorch_cpu makes tensors (at::detail::empty_generic), on every device. Direct requests of
+// libtorch_cuda and libtorch_cuda_linalg, which torch loads on demand, are workspaces that they
+// lend to cuBLAS, cuDNN, cuSOLVER, cub and others (up to 65 MiB on an H200, one for each thread and
+// stream), and a few functions that resize a tensor's storage.
 #pragma once
 
 #include <atomic>
@@ -16,14 +16,14 @@ namespace detail {
 struct alignas(64) CallSites {
   std::atomic<const char*> libtorch_cpu_begin{nullptr};
   std::atomic<const char*> libtorch_cpu_end{nullptr};
-  // The one outside of it that was looked up last, and in the lowest bit what it was found to be.
+  // The last call site outside of it that was looked up, with the result in the lowest bit.
   std::atomic<std::uint64_t> newest{0};
 };
 extern CallSites call_sites;
 bool asks_for_workspaces(const void* return_address);
 }  // namespace detail
 
-// Looks up where libtorch_cpu is mapped.
+// Finds the address range of libtorch_cpu.
 void find_libtorch_cpu();
 
 inline bool is_library_workspace(const void* return_address) {

@@ -16,7 +16,7 @@ namespace opacus_memprof {
 
 namespace {
 
-// A deleter is a plain function, so what it needs is global: one wrapped allocator a process.
+// A deleter is a plain function, so its data is global: there is one wrapped allocator per process.
 c10::DeleterFnPtr upstream_deleter = nullptr;
 std::atomic<bool> reports{true};  // false from uninstall() to the next install()
 
@@ -73,7 +73,7 @@ c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
   return allocate_and_report(size, return_address);
 }
 
-// A function of its own, so that what upstream returns is made where the caller wants it.
+// A separate function, so that the result of upstream is constructed where the caller wants it.
 inline c10::DataPtr DelegatingCudaAllocator::allocate_and_report(size_t size,
                                                                  const void* return_address) {
   recorder().prefetch();
@@ -159,7 +159,7 @@ cca::CheckpointDelta DelegatingCudaAllocator::setCheckpointPoolState(
     if (!is_reporting()) note_free_after_uninstall();
   }
   if (delta.dataptrs_allocd.empty()) return delta;
-  // Upstream made these blocks alive again by itself: it alone knows the bytes that were asked for.
+  // Upstream made these blocks live again by itself: only it knows the requested bytes.
   std::unordered_map<std::uint64_t, std::size_t> requested;
   for_each_block(*upstream_, [&](std::uint64_t address, const auto& block, c10::DeviceIndex) {
     if (block.allocated) requested[address] = block.requested_size;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDAAllocator that forwards every virtual method to the one it wraps and reports what passes.
+// A CUDAAllocator that forwards every virtual method to the wrapped one and reports allocations and
+// frees.
 //
-// torch's base class gives several methods a default that throws or does nothing, so a method left
-// out is lost without a sound; tests/unit/test_forwarding.py reads the installed header and fails
-// if one is. The OPACUS_MEMPROF_HAS_* macros come from setup.py, which looks each method up in that
-// header.
+// torch's base class has defaults for several methods that throw or do nothing, so a missing method
+// would be lost silently. tests/unit/test_forwarding.py reads the installed header and fails if one
+// is missing. The OPACUS_MEMPROF_HAS_* macros come from setup.py, which looks each method up in
+// that header.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -27,20 +28,20 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
 
   [[nodiscard]] cca::CUDAAllocator* upstream() const noexcept { return upstream_; }
   // Whether blocks are reported: until uninstall(), and again from the next install() on. In
-  // between it stays in place, and passes on, while blocks live that it has reported: torch finds
-  // them through it alone when a stream is recorded for them or a pool is set back.
+  // between it stays installed and forwards calls while reported blocks are live, because torch
+  // finds these only through it when a stream is recorded for them or a pool is restored.
   [[nodiscard]] bool is_reporting() const noexcept;
   void set_reporting(bool on) noexcept;
   void forget_pools() noexcept { open_pools_ = 0; }
 
-  // Whether the program has torch record a history. Asked of upstream at install, and followed here
+  // Whether torch records a history for the program. Asked of upstream at install, and tracked here
   // from then on.
   [[nodiscard]] bool records_history() const noexcept {
     return records_history_.load(std::memory_order_relaxed);
   }
   void look_for_history() {
     try {
-      // torch's own asks its first device, which it has only when it is initialised.
+      // torch's own allocator asks its first device, which exists only after initialization.
       records_history_ = upstream_->initialized() && upstream_->isHistoryEnabled();
     } catch (const c10::Error&) {
       records_history_ = false;  // an upstream without one
@@ -173,7 +174,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
                                                           c10::MempoolId_t pool) override {
     return upstream_->getCheckpointState(device, pool);
   }
-  // The upstream's: scripts and torch itself ask which backend runs.
+  // The upstream's name, because programs and torch itself ask which backend runs.
   std::string name() override { return upstream_->name(); }
 #ifdef OPACUS_MEMPROF_HAS_markCaptureBegin
   void markCaptureBegin(c10::DeviceIndex device) override { upstream_->markCaptureBegin(device); }
@@ -201,13 +202,13 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
 #endif
 
  private:
-  // Whether new blocks are torch's alone: between uninstall() and install(), but for those of a
-  // pool. torch sets a pool's state back only if all blocks in it have the deleter of the allocator
-  // that is in place. (A storage keeps the allocator that made it, which may be this one when it is
-  // in nobody's place any more, and calls it when it is resized.)
+  // Whether new blocks belong to torch alone: between uninstall() and install(), except those of a
+  // pool. torch restores a pool's state only if all its blocks have the deleter of the installed
+  // allocator. (A storage keeps the allocator that made it, perhaps this one after it was removed,
+  // and calls it when it is resized.)
   [[nodiscard]] bool passes_on() const noexcept;
   c10::DataPtr allocate_and_report(size_t size, const void* return_address);
-  // While torch records a history, or after uninstall().
+  // Used while torch records a history, or after uninstall().
   [[gnu::cold, gnu::noinline]] c10::DataPtr allocate_rarely(size_t size,
                                                             const void* return_address);
 
@@ -216,7 +217,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   std::atomic<int> open_pools_{0};  // that threads allocate in
 };
 
-// Calls function(address, block, device) for every block of the allocator's, free ones too.
+// Calls function(address, block, device) for every block of the allocator, including free ones.
 template <typename Function>
 void for_each_block(cca::CUDAAllocator& allocator, Function function) {
   for (const auto& segment : allocator.snapshot({0, 0}, false).segments) {

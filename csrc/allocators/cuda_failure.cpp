@@ -11,7 +11,7 @@ namespace cca = c10::cuda::CUDACachingAllocator;
 
 namespace {
 
-// Blocks of a segment follow one another; what is neither allocated nor active is free.
+// Blocks of a segment are consecutive; blocks that are neither allocated nor active are free.
 void add_segment(const cca::SegmentInfo& segment, UpstreamAtFailure& found) {
   std::int64_t free = 0;
   for (const auto& block : segment.blocks) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an allocator and its device say when a request could not be met.
+// State of an allocator and its device after a failed request.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -12,12 +12,12 @@
 
 namespace opacus_memprof {
 
-// Asks for no device memory, and never throws: figures that are not available stay -1.
+// Needs no device memory, and never throws: unavailable figures stay -1.
 UpstreamAtFailure upstream_at_failure(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream,
                                       c10::DeviceIndex device) noexcept;
 
-// Returns what `allocate` returns. If memory runs out, records the failure and rethrows torch's
-// error. Other errors pass as they are: they come from earlier asynchronous work, such as a kernel,
+// Returns the result of `allocate`. If memory runs out, records the failure and rethrows torch's
+// error. Other errors pass unchanged: they come from earlier asynchronous work, such as a kernel,
 // and only surface in the allocation.
 template <typename Allocate>
 auto report_oom_of(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, std::size_t size,

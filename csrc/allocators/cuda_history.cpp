@@ -34,7 +34,7 @@ void HistoryTag::set(bool workspace) noexcept {
     const std::string ours = text_of(tag.category, tag.module);
     upstream_->setUserMetadata(original_.empty() ? ours : original_ + " " + ours);
   } catch (const std::exception&) {
-    upstream_ = nullptr;  // the history goes without
+    upstream_ = nullptr;  // the history has no entry then
   }
 }
 
@@ -42,7 +42,7 @@ void HistoryTag::restore() noexcept {
   try {
     upstream_->setUserMetadata(original_);
   } catch (const std::exception&) {
-    // Of memory for a short text: the program's own metadata is empty from here on.
+    // There was no memory for a short text: from here on the program's own metadata is empty.
   }
 }
 
@@ -53,7 +53,7 @@ void annotate_history(cca::CUDAAllocator& upstream, const void* pointer, std::ui
         module == kKeep16 ? recorder().module_of(address_of(pointer)) : module;
     if (upstream.supportsUserMetadata()) upstream.annotateMemory(pointer, text_of(category, known));
   } catch (const std::exception&) {
-    // The history goes without.
+    // The history has no entry then.
   }
 }
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Has torch's own memory history say what blocks are for: where a program records one
-// (torch.cuda.memory._record_memory_history), torch's snapshot and memory_viz then show our
-// category and module as `user_metadata`, behind what the program itself has set. From torch 2.15
-// on; before, there is no place for it.
+// Adds the purposes of blocks to torch's own memory history. If a program records one
+// (torch.cuda.memory._record_memory_history), torch's snapshot and memory_viz show our category and
+// module as `user_metadata`, after the program's own metadata. Needs torch 2.15 or newer.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -12,8 +11,8 @@
 
 namespace opacus_memprof {
 
-// Metadata of what this thread allocates upstream, while it exists. Does nothing unless `recorded`.
-// `workspace`: the block is lent to a library, as report_alloc is told.
+// Metadata for allocations of this thread in upstream, while it exists. Does nothing unless
+// `recorded`. `workspace`: the block is lent to a library, see report_alloc.
 class HistoryTag {
  public:
   HistoryTag(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, bool recorded,
@@ -37,7 +36,7 @@ class HistoryTag {
   std::string original_;
 };
 
-// Adds to the history that a block has got another category or module.
+// Adds a block's new category or module to the history.
 void annotate_history(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, const void* pointer,
                       std::uint8_t category, std::uint16_t module) noexcept;
 

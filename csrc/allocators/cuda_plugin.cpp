@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plain C entry points for torch.cuda.memory.CUDAPluggableAllocator, for programs that can only
-// take an allocator that way. torch loses much with any such allocator (docs/python.md, "The
-// plug-in route"); opacus_memprof.allocator() does not.
+// Plain C entry points for torch.cuda.memory.CUDAPluggableAllocator, for programs that cannot use
+// an allocator in another way. torch loses many features with any such allocator (docs/python.md,
+// "The plug-in route"), but not with opacus_memprof.allocator().
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,7 +18,8 @@ namespace {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
 
-// Whoever was current when the library was loaded: later it is the plug-in that calls us.
+// The allocator that was current when the library was loaded; later it is the plug-in, which calls
+// us.
 cca::CUDAAllocator* const native = cca::get();
 
 cca::CUDAAllocator& ready_native() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams as events name them.
+// The names of streams in events.
 #pragma once
 
 #include <c10/cuda/CUDAStream.h>
@@ -8,12 +8,12 @@
 
 namespace opacus_memprof {
 
-// The id in Names; the default stream of every device is one, 0.
+// Returns the id in Names; the default streams of all devices have id 0.
 std::uint8_t stream_id(cudaStream_t stream);
 
 inline std::uint8_t current_stream_id(c10::DeviceIndex device) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
-  if (stream.id() == 0) return 0;  // torch's number of the default stream; the handle costs more
+  if (stream.id() == 0) return 0;  // torch's number of the default stream
   return stream_id(stream.stream());
 }
 

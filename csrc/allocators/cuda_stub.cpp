@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for CUDA's allocator in a build without CUDA.
+// Replaces CUDA's allocator in a build without CUDA.
 #include <stdexcept>
 
 #include "allocators/profiled_allocator.h"

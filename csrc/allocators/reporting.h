@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every allocator does around a delegated allocation. Inline: this is the hot path.
+// The steps of every allocator around a delegated allocation. Inline, because this is the hot path.
 #pragma once
 
 #include <cstddef>
@@ -14,35 +14,35 @@ inline std::uint64_t address_of(const void* pointer) noexcept {
   return reinterpret_cast<std::uint64_t>(pointer);
 }
 
-// The whole tag of an allocation made now.
+// Returns the complete tag of an allocation made now.
 [[gnu::always_inline]] inline Tag tag_of_allocation() {
   const ThreadTags& tags = this_thread();
   const Tag top = tags.top();
   if (recorder().writes_events()) {
-    // Asking autograd for its node is dear, and not needed if hooks have set module and op.
+    // Asking autograd for its node is expensive, and not needed if hooks have set module and op.
     if (top.module == kKeep16 || top.op == kKeep16) return tags.resolve(backward_position());
     return tags.resolve({.task = backward_task()});
   }
-  // The counters need the category alone, which depends on the task only if no hook has set it.
+  // Counters need only the category, which depends on the task only if no hook has set it.
   return tags.resolve({.task = top.category == kKeep8 ? backward_task() : -1});
 }
 
-// Likewise. `workspace`: lent to a library, whatever else is going on.
+// Does the same. `workspace`: lent to a library, whatever else is going on.
 [[gnu::always_inline]] inline Tag tag_of_allocation(bool workspace) {
   Tag tag = tag_of_allocation();
   if (workspace) tag.category = static_cast<std::uint8_t>(Category::library_workspace);
   return tag;
 }
 
-// After upstream has allocated.
+// Called after upstream has allocated.
 inline void report_alloc(const void* pointer, std::size_t size, Device device, std::uint8_t stream,
                          bool workspace = false) {
   const Tag tag = tag_of_allocation(workspace);
   recorder().on_alloc(address_of(pointer), size, device, stream, tag);
 }
 
-// Before upstream frees; returns what Recorder::on_free does. The analysis tells activations from
-// temporaries by the phase of the free; the counters do not need it.
+// Called before upstream frees; returns the result of Recorder::on_free. The analysis distinguishes
+// activations from temporaries by the phase of the free; the counters do not need it.
 inline PeakId report_free(const void* pointer) noexcept {
   Phase phase = Phase::idle;
   if (recorder().writes_events()) {

@@ -22,7 +22,7 @@ namespace {
   return changed;
 }
 
-// gcc drops calls of functions that do nothing but prefetch, so this one must be inlined.
+// gcc drops calls of functions that only prefetch, so this one must be inlined.
 [[gnu::always_inline]] inline void prefetch_block(const c10::StorageImpl* storage) noexcept {
   if (storage == nullptr) return;
   __builtin_prefetch(recorder().prefetch_address(address_of(storage->data())), 1);

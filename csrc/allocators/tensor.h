@@ -21,30 +21,30 @@ constexpr std::uint64_t set_of(Category category) {
 }
 
 // Calls Recorder::retag for the block under the tensor; a block that was allocated before the
-// profiler was installed is adopted first. Objects that are no tensors, and tensors without memory
-// of their own, are skipped. Returns the block's bytes if its category or module changed, else 0.
+// profiler was installed is adopted first. Skips objects that are not tensors, and tensors without
+// memory. Returns the block's bytes if its category or module changed, otherwise 0.
 std::uint64_t retag_tensor(PyObject* tensor, std::uint8_t category, std::uint16_t module,
                            std::uint64_t expected);
 
-// As the one above, for a tensor that may have no Python object, and whatever its category is.
+// Does the same for a tensor that may have no Python object, whatever its category.
 void retag_tensor(const at::Tensor& tensor, std::uint8_t category, std::uint16_t module);
 
-// As the first one, for the gradient of a parameter, if it has one.
+// Does the same as the first one for the gradient of a parameter, if it has one.
 std::uint64_t retag_gradient(PyObject* parameter, std::uint8_t category, std::uint16_t module);
 
-// Prefetches what retag_tensor (retag_gradient) will read. Called for each of many tensors before
-// the first is retagged: the cache misses then overlap.
+// Prefetches the data that retag_tensor (retag_gradient) will read. Called for each of many tensors
+// before the first is retagged, so that the cache misses overlap.
 void prefetch_block_of(PyObject* tensor);
 void prefetch_block_of_gradient(PyObject* parameter);
 
-// The module that the block under a tensor belongs to; 0 if it belongs to none or there is none.
+// Returns the module of the block under a tensor; 0 if there is none.
 std::uint16_t module_of_tensor(PyObject* tensor);
 
-// Whether only the program holds the tensor's memory: nobody shares it but, if the tensor is a
-// view, its base. (A detached activation shares its memory with the activation.)
+// Returns whether only the program holds the tensor's memory: nobody shares it except, if the
+// tensor is a view, its base. (A detached activation shares its memory with the activation.)
 bool held_by_program_alone(const at::Tensor& tensor);
 
-// Empty if the object is no tensor.
+// Empty if the object is not a tensor.
 std::span<const std::int64_t> shape_of(PyObject* tensor);
 
 }  // namespace opacus_memprof

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The extension that reads profiles. It is built without torch and loads without it; _core.pyi says
-// what each definition means. core/replay.h and core/follower.h document what the fields mean; they
-// have ids instead of names.
+// The extension that reads profiles. It is built without torch and loads without it; _core.pyi
+// explains each definition. core/replay.h and core/follower.h document the fields, which have ids
+// instead of names.
 #include <array>
 #include <map>
 #include <memory>
@@ -168,7 +168,7 @@ static auto fields(const Follower&) {
 
 namespace {
 
-// Converts what has no table of fields.
+// Converts types without a table of fields.
 class IdConverter {
  public:
   // Beyond the first `categories` ids every figure is 0.
@@ -190,7 +190,7 @@ class IdConverter {
   py::object operator()(const std::map<std::uint8_t, Follower::Device>& devices) const {
     return as_python(std::views::values(devices));
   }
-  // By phase, but for those that never were.
+  // By phase, except phases that never occurred.
   py::object operator()(const std::array<ReplayResult::Moment, kPhases>& phases) const {
     py::dict result;
     for (std::size_t phase = 0; phase < kPhases; ++phase) {

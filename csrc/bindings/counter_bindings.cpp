@@ -17,7 +17,7 @@ namespace {
 
 using Kind = Names::Kind;
 
-// Getters, for the tables below, of what an id stands for.
+// Getters, for the tables below, of the names of ids.
 auto name_of(Kind kind, auto id) {
   return [=](const auto& value) { return names().name(kind, std::invoke(id, value)); };
 }
@@ -31,7 +31,7 @@ auto tag_of(auto tag, auto field) {
   return [=](const auto& value) { return std::invoke(field, std::invoke(tag, value)); };
 }
 
-// None for a figure that is not available.
+// None for an unavailable figure.
 auto if_known(std::int64_t UpstreamAtFailure::*bytes) {
   return [=](const UpstreamAtFailure& upstream) {
     return upstream.*bytes < 0 ? std::nullopt : std::optional(upstream.*bytes);
@@ -144,9 +144,9 @@ static auto fields(const EventLog::Status&) {
 
 namespace {
 
-// Converts what has no table of fields.
+// Converts types without a table of fields.
 struct NameConverter {
-  // Built-in categories always, the program's own as far as they have names.
+  // Built-in categories always, the program's own if they have names.
   py::object operator()(const CategoryBytes& bytes) const {
     py::dict result;
     std::size_t id = 0;

@@ -11,7 +11,7 @@ namespace opacus_memprof {
 void bind_cuda_object(py::module_& module) {
   using c10::cuda::CUDACachingAllocator::CUDAAllocator;
   module.attr("HAS_CUDA") = true;
-  // The pointer is not Python's to free, because tensors keep it.
+  // Python does not free the pointer, because tensors keep it.
   module.def("cuda_allocator", [] {
     return std::shared_ptr<CUDAAllocator>(delegating_cuda_allocator(), [](CUDAAllocator*) {});
   });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of a build without CUDA.
+// For a build without CUDA.
 #include "allocators/profiled_allocator.h"
 #include "bindings/bindings.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // C++ values as Python objects. A struct becomes a dict by one table, `fields(const Struct&)`: the
-// names of its members, each beside how to get it.
+// names of its members, each with its getter.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,7 +21,7 @@ struct Field {
   Get get;
 };
 
-// `converter(value)`, if there is such an overload, goes before the table.
+// `converter(value)`, if there is such an overload, is preferred to the table.
 template <typename Converter, typename Value>
 pybind11::object to_python(const Value& value, const Converter& converter) {
   if constexpr (requires { converter(value); }) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Definitions only: which Python name stands for which function. _C.pyi documents each.
+// Definitions only: the functions behind each Python name. _C.pyi documents each.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -90,7 +90,7 @@ void bind_allocators(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   using namespace opacus_memprof;
-  // A file that cannot be written is Python's OSError, with its errno.
+  // A file that cannot be written raises Python's OSError, with its errno.
   py::register_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);

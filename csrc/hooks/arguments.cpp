@@ -11,7 +11,7 @@ namespace opacus_memprof {
 
 namespace {
 
-// nullopt with a Python error set.
+// Returns nullopt, with a Python error set, if it is not such an id.
 std::optional<long> id_below(PyObject* object, std::size_t limit, const char* what) {
   const long id = PyLong_AsLong(object);
   if (id == -1 && PyErr_Occurred() != nullptr) return std::nullopt;
@@ -39,7 +39,7 @@ PyObject* raise_current_exception() {
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::exception& error) {
-    // torch's python_error stands for the Python error that is set already; its what() is empty.
+    // torch's python_error means that a Python error is already set; its what() is empty.
     if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
   }
   return nullptr;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's arguments as C++ values, for what is called too often to go through pybind11: between
-// two calls a training step runs enough code to evict pybind11's way of calling, which then takes
-// several times as long as the function.
+// Converts Python's arguments to C++ values, for functions that are called too often for pybind11.
+// Between two calls a training step runs enough code to evict pybind11's call path from the caches,
+// which then takes several times as long as the function.
 //
-// The type of a value says what its argument may be:
+// The type of a value defines the accepted arguments:
 //   pybind11::function, str, weakref: an object of that kind; OrNone<...>: or None
 //   pybind11::handle, object: any object
 //   Tag: a Tag
 //   std::uint8_t: the id of a category, as in Tag
 //   CategorySet: a sequence of ids of categories
 //   std::uint16_t: the id of a module, as in Tag
-//   ModuleOrKeep: likewise, or None, and it may be left out
+//   ModuleOrKeep: likewise, or None, and it may be omitted
 //   OpId, Phase: the id of an op, of a phase
-//   ObjectId: what id() returned
+//   ObjectId: a result of id()
 //   bool: any object, for its truth value
 #pragma once
 
@@ -48,12 +48,12 @@ struct ObjectId {
   std::uintptr_t address = 0;
 };
 
-// Sets Python's error for the C++ exception in flight, for a call that Python made: always nullptr.
-// Neither this nor what catches for it is noexcept: Python ends a daemon thread, once the process
-// exits, by unwinding its stack, which must pass.
+// Sets Python's error for the C++ exception in flight; always returns nullptr. Neither this
+// function nor its callers are noexcept: when the process exits, Python ends daemon threads by
+// unwinding their stacks, which must be possible.
 PyObject* raise_current_exception();
 
-// "a str is expected, not 'int'": always false.
+// Sets the error "a str is expected, not 'int'"; always returns false.
 bool refuse(PyObject* object, const char* expected);
 
 // Each converts one argument; false with a Python error set.
@@ -134,10 +134,10 @@ constexpr std::size_t arity(Result (* /*function*/)(Values...)) {
   return sizeof...(Values);
 }
 
-// The entry of a module's table of functions for `function`.
+// The entry of a module's function table for `function`.
 template <auto function>
 PyMethodDef method(const char* name) noexcept {
-  if constexpr (arity(function) == 1) {  // CPython's quickest way to call
+  if constexpr (arity(function) == 1) {  // CPython's fastest way to call
     return {
         name,
         [](PyObject* /*module*/, PyObject* argument) { return call_with(function, &argument, 1); },

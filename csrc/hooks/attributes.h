@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attributes that an object has in its own __dict__. getattr looks through the object's type first,
-// which costs several times as much, hundreds of times a step.
+// Attributes in an object's own __dict__. getattr searches the object's type first, which takes
+// several times as long, hundreds of times per step.
 #pragma once
 
 #include <Python.h>
 
 namespace opacus_memprof {
 
-// A borrowed reference; nullptr where the object has none. Sets no error.
+// A borrowed reference; nullptr if the object has no such attribute. Sets no error.
 inline PyObject* own_attribute(PyObject* object, PyObject* name) noexcept {
   PyObject* attributes = PyObject_GenericGetDict(object, nullptr);
   if (attributes == nullptr) {
@@ -20,7 +20,7 @@ inline PyObject* own_attribute(PyObject* object, PyObject* name) noexcept {
   return value;
 }
 
-// `module.activations`, the list on which Opacus puts what it captures.
+// `module.activations`, the list to which Opacus appends its captures.
 inline PyObject* activations_of(PyObject* module) noexcept {
   static PyObject* const name = PyUnicode_InternFromString("activations");
   PyObject* activations = own_attribute(module, name);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CaptureActivations: Opacus' forward hook, and what it has appended to `module.activations`.
+// CaptureActivations: Opacus' forward hook, and the tensors that it appends to
+// `module.activations`.
 #include "allocators/backward_position.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
@@ -50,7 +51,7 @@ struct CaptureActivations {
     if (backward_task() >= 0) on_repeat(module, true, false);
   }
 
-  // Ghost clipping refuses a second capture, with an error that speaks of tied parameters.
+  // Ghost clipping refuses a second capture, with an error about tied parameters.
   void report_refusal() const {
     if (PyErr_ExceptionMatches(PyExc_NotImplementedError) == 0) return;
     const py::error_scope raised;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CaptureBackprops: Opacus' full backward hook. It runs after the module's own backward, when
-// autograd has released what it saved. What the hook allocates gets one tag until its sampler has
-// returned, and another one from then on.
+// autograd has released its saved tensors. Allocations of the hook get one tag until its sampler
+// has returned, and another one afterwards.
 #include "core/tag_stack.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
@@ -14,8 +14,7 @@ namespace opacus_memprof {
 
 namespace {
 
-// The tag of the CaptureBackprops that runs on this thread for what follows its sampler; nullptr if
-// none runs.
+// The tag that the CaptureBackprops on this thread uses after its sampler; nullptr if none runs.
 thread_local const Tag* tag_after_sampling = nullptr;
 
 class SamplingScope {
@@ -35,7 +34,7 @@ class SamplingScope {
 struct CaptureBackprops {
   py::function wrapped;
   std::uint16_t module;
-  Tag before;  // of the sampler's return
+  Tag before;  // the sampler's return changes the tag
   Tag after;
 
   static constexpr const char* kName = "CaptureBackprops";
@@ -50,7 +49,7 @@ struct CaptureBackprops {
     if (captures == 0) return call.pass_to(wrapped);
     settle_captures(module);
     PyObject* result = pass_under_tags(call);
-    const py::error_scope raised;  // by the hook, if it has
+    const py::error_scope raised;  // raised by the hook, if any
     if (captures_on(call.args[0]) < captures) release_captures(module);
     return result;
   }

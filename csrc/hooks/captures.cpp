@@ -13,15 +13,16 @@ namespace opacus_memprof {
 
 namespace {
 
-// A block under a captured tensor. The weak reference allows to ask later how many hold the
+// A block under a captured tensor. The weak reference allows asking later how many objects hold the
 // storage, without holding it.
 struct CapturedBlock {
   BlockId block;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
 };
 
-// The captures of one module: the blocks of all of them in one vector, and where each capture
-// begins. The vectors keep their capacity, because each step captures as many as the last one.
+// The captures of one module: the blocks of all captures in one vector, and the index at which each
+// capture begins. The vectors keep their capacity, because each step captures as many as the last
+// one.
 class CaptureStack {
  public:
   void push() { begins_.push_back(blocks_.size()); }
@@ -42,7 +43,7 @@ class CaptureStack {
   std::vector<std::size_t> begins_;
 };
 
-std::size_t outstanding = 0;  // captures, of all modules
+std::size_t outstanding = 0;  // number of captures, of all modules
 
 // By module id. Never destroyed: hooks may run while the process ends.
 std::vector<CaptureStack>& capture_stacks() {
@@ -50,7 +51,7 @@ std::vector<CaptureStack>& capture_stacks() {
   return *instance;
 }
 
-// One entry for each tensor that only the program holds: the storage that it holds.
+// One entry for each tensor that only the program holds: its storage.
 using ProgramHolders = std::vector<const c10::StorageImpl*>;
 
 bool has_one_holder(const at::TensorBase& tensor) {
@@ -58,7 +59,7 @@ bool has_one_holder(const at::TensorBase& tensor) {
   return holders - unreferenced_wrappers(*tensor.unsafeGetTensorImpl()) <= 1;
 }
 
-// How many hold the storage, not counting the program; 0 if it has been freed.
+// Returns the number of holders of the storage, without the program; 0 if it has been freed.
 std::int64_t count_holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& reference,
                            const ProgramHolders& program_holders) {
   const auto storage = reference.lock();
@@ -110,8 +111,8 @@ std::int64_t count_holders(const c10::weak_intrusive_ptr<c10::StorageImpl>& refe
   for (PyObject* output : outputs) {
     if (!THPVariable_Check(output)) continue;
     const at::Tensor& tensor = THPVariable_Unpack(output);
-    // If autograd had saved the tensor, it would hold the very same one. A view, such as all that
-    // leaves a module with a backward hook, also holds its base.
+    // If autograd had saved the tensor, it would hold the same object. A view, as every output of a
+    // module with a backward hook is, also holds its base.
     if (!has_one_holder(tensor)) continue;
     program_holders.push_back(storage_of(tensor));
     if (tensor.is_view() && has_one_holder(tensor._base())) {

@@ -16,19 +16,20 @@ namespace opacus_memprof {
 // in forward, or recomputed in backward; other blocks keep their category.
 void capture_tensors(std::uint16_t module, std::span<PyObject* const> tensors);
 
-// Pops the module's newest capture, if it has one. Blocks that nobody else captured return to the
-// category that they had before.
+// Pops the module's newest capture, if it has one. Blocks without another capture get their
+// previous category back.
 void release_captures(std::uint16_t module);
 
-// Decides for each captured block of the module whether Opacus alone holds it: if its storage has
-// more holders than captures, it is activation_hooks_shared, else activation_hooks_opacus_only.
+// Decides for each captured block of the module whether Opacus alone holds it. If its storage has
+// more holders than captures, it is activation_hooks_shared, otherwise
+// activation_hooks_opacus_only.
 void settle_captures(std::uint16_t module);
 
-// As settle_captures, for all modules. `outputs` are about to be returned to the program: a holder
-// that is only the program is not autograd, and does not count.
+// Does what settle_captures does, for all modules. `outputs` are about to be returned to the
+// program: references of the program are not autograd's, and do not count.
 void settle_all_captures(std::span<PyObject* const> outputs);
 
-// Modules, each with its number of captures that are outstanding.
+// Returns modules with their numbers of outstanding captures.
 std::vector<std::pair<std::uint16_t, std::size_t>> outstanding_captures();
 
 }  // namespace opacus_memprof

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that opacus_memprof/hooks calls: CPython's own, in one table. Most are called in
-// every step, for which pybind11 is too slow (arguments.h says why). _C.pyi documents each.
+// The functions that opacus_memprof/hooks calls: plain CPython functions in one table. Most are
+// called in every step, for which pybind11 is too slow (arguments.h says why). _C.pyi documents
+// each.
 #include "allocators/tensor.h"
 #include "core/names.h"
 #include "core/recorder.h"
@@ -20,9 +21,9 @@ namespace opacus_memprof {
 
 namespace {
 
-// --- what training is doing ---
+// --- the activity of training ---
 
-// Returns the phase before.
+// Returns the previous phase.
 int set_phase(Phase phase) {
   const Phase before = this_thread().phase();
   recorder().set_phase(phase);

@@ -36,7 +36,7 @@ class GradientHook final : public PostAccumulateGradHook {
   }
 
   // Compiled autograd cannot run our hook, for which the base class would raise: it gets the
-  // existing hooks alone.
+  // existing hooks only.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     if (existing_hooks_ != nullptr) existing_hooks_->compiled_args(args);
   }
@@ -56,7 +56,7 @@ class GradientHook final : public PostAccumulateGradHook {
   bool detached_ = false;
 };
 
-// nullptr where there is none.
+// nullptr if there is none.
 GradientHook* hook_at(PyObject* object) {
   if (!THPVariable_Check(object)) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(object);

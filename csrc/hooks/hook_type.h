@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python type of a hook: a callable that stands in one of Opacus' hot Python paths. It is a
-// CPython type of its own, called by the vectorcall protocol: a call through pybind11 or of a
-// Python object would cost several times as much as the hook does.
+// The Python type of a hook: a callable in one of Opacus' hot Python paths. It is a CPython type,
+// called by the vectorcall protocol, because a call through pybind11 or of a Python object would
+// take several times as long as the hook.
 //
 // A hook is a struct with these members:
 // - `static constexpr const char* kName`: the type's name in Python.
@@ -11,13 +11,13 @@
 //   throw.
 //
 // These are optional:
-// - `pybind11::object wrapped_callable() const`: `__wrapped__`, which else is the member `wrapped`.
-// - `pybind11::object reduce(pybind11::handle protocol) const`: `__reduce_ex__`, which else makes
-//   the hook anew from its arguments.
-// - `static constexpr bool kForwardsAttributes = true`: attributes that the type does not have are
+// - `pybind11::object wrapped_callable() const`: `__wrapped__`; by default the member `wrapped`.
+// - `pybind11::object reduce(pybind11::handle protocol) const`: `__reduce_ex__`; by default
+//   constructs the hook from its arguments.
+// - `static constexpr bool kForwardsAttributes = true`: attributes that the type lacks are
 //   looked up in `__wrapped__`.
 // - `static std::vector<PyGetSetDef> properties()` and `static std::vector<PyType_Slot> slots()`:
-//   what the type has in addition.
+//   additional members of the type.
 #pragma once
 
 #include <Python.h>
@@ -124,7 +124,8 @@ class HookType {
     Hook hook;
   };
 
-  // A new reference to what `function` returns; nullptr with a Python error set where it throws.
+  // Returns a new reference to the result of `function`; nullptr with a Python error set if it
+  // throws.
   template <typename Function>
   static PyObject* guarded(Function function) {
     try {
@@ -223,8 +224,8 @@ class HookType {
   static inline PyTypeObject* type_ = nullptr;
 };
 
-// The pickle or deep copy of a hook that stands for another one is that one, so that copies of a
-// model are plain Opacus models, which load where this package is missing.
+// Pickles or deep-copies a hook as the hook that it wraps, so that copies of a model are plain
+// Opacus models, which can be loaded where this package is missing.
 inline pybind11::object reduce_to(const pybind11::object& wrapped, pybind11::handle protocol) {
   return wrapped.attr("__reduce_ex__")(protocol);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The callables that stand in hot Python paths; _C.pyi says what each one does.
+// The callables in hot Python paths; _C.pyi documents each one.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,11 +15,11 @@ void add_sampler(pybind11::module_& module);
 void add_parameter_function(pybind11::module_& module);
 void add_functions(pybind11::module_& module);
 
-// Samplers call their observer for every layer once more, whichever shapes it has seen.
+// Makes samplers call their observer once more for every layer, whichever shapes it has seen.
 void forget_observed_shapes() noexcept;
 
-// Called by a Sampler before it returns: the CaptureBackprops that runs on this thread, if one
-// does, changes to its second tag.
+// Called by a Sampler before it returns: the CaptureBackprops that runs on this thread, if any,
+// changes to its second tag.
 void end_sampling() noexcept;
 
 }  // namespace opacus_memprof

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which module a parameter belongs to, for hooks that get the parameter without its module.
+// The modules of parameters, for hooks that get the parameter without its module.
 //
 // The key is the object's address: a reference would keep the parameter alive, and torch refuses to
 // swap tensors that are weakly referenced. Called with the GIL held.

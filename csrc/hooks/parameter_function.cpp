@@ -13,7 +13,7 @@ namespace opacus_memprof {
 
 namespace {
 
-// Null where there is no such attribute.
+// Null if there is no such attribute.
 [[gnu::hot]] py::object attribute(py::handle object, py::handle name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
   if (value == nullptr) {
@@ -28,8 +28,7 @@ struct ParameterFunction {
   Tag tag;
   py::str sets;  // the attribute's name
   std::uint8_t category;
-  OrNone<py::str>
-      via;  // the name under which the argument has the parameter; None: it is the parameter
+  OrNone<py::str> via;  // the argument's attribute with the parameter; None: it is the parameter
 
   static constexpr const char* kName = "ParameterFunction";
   static constexpr auto arguments() {
@@ -47,7 +46,7 @@ struct ParameterFunction {
     const auto parameter =
         via.is_none() ? py::reinterpret_borrow<py::object>(argument) : attribute(argument, via);
     if (!parameter) return;
-    // Also where it is a view of the output's gradient: it keeps that alive until zero_grad.
+    // Also if it is a view of the output's gradient, because it keeps that alive until zero_grad.
     if (const auto set = attribute(parameter, sets)) {
       retag_tensor(set.ptr(), category, owner_of(parameter.ptr()), Recorder::kAnyCategory);
     }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampler: `f(layer, activations, backprops) -> {parameter: result}`. What it allocates is born as
-// `temp_matrices`, and what it returns gets its category on return: only then is it known which
-// blocks those are.
+// Sampler: `f(layer, activations, backprops) -> {parameter: result}`. Its allocations are born as
+// `temp_matrices`, and its results get their category on return, because they are known only then.
 #include <algorithm>
 #include <unordered_map>
 
@@ -15,7 +14,7 @@ namespace opacus_memprof {
 
 namespace {
 
-// The shape that each layer's backprops had when it was last observed, by the layer's address.
+// The last observed shape of each layer's backprops, by the layer's address.
 std::unordered_map<const PyObject*, std::vector<std::int64_t>>& observed_shapes() {
   static auto* const instance = new std::unordered_map<const PyObject*, std::vector<std::int64_t>>;
   return *instance;

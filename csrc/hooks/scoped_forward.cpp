@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ScopedForward: a module's `forward` under the module's tag.
 //
-// It stands in the module's __dict__ and so must not own the module: a cycle would keep the model's
-// memory until a garbage collection. It holds the class' function and a weak reference instead.
-// (A forward hook would cost several times as much: one hook sends every call of the module down
+// It is in the module's __dict__ and so must not own the module: a cycle would keep the model's
+// memory until a garbage collection. It holds the class' function and a weak reference instead. (A
+// forward hook would take several times as long: with one hook every call of the module uses
 // torch's slow path.)
 #include <algorithm>
 #include <array>
@@ -76,7 +76,7 @@ struct ScopedForward {
         PyMethod_New(function.ptr(), referenced_module().ptr()));
   }
 
-  // A pickle or deep copy of a model carries its plain forward: copies are not profiled.
+  // A pickle or deep copy of a model has its plain forward: copies are not profiled.
   [[nodiscard]] py::object reduce(py::handle protocol) const {
     if (!bound_by_class) return reduce_to(function, protocol);
     const py::object getattr = py::module_::import("builtins").attr("getattr");

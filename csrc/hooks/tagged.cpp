@@ -30,7 +30,7 @@ struct Tagged {
     return call.pass_to(wrapped, with_module);
   }
 
-  // The argument that was passed by the name; nullptr if it was not.
+  // Returns the argument that was passed by the name; nullptr if there is none.
   [[nodiscard]] PyObject* argument(const Call& call) const {
     for (Py_ssize_t i = 0; i < call.named(); ++i) {
       if (PyUnicode_Compare(PyTuple_GET_ITEM(call.names, i), module_of.ptr()) == 0) {
@@ -46,7 +46,7 @@ struct Tagged {
 };
 using Type = HookType<Tagged>;
 
-// On a class it binds like the function it stands for.
+// On a class it binds like the function that it wraps.
 PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*owner*/) {
   if (instance == nullptr || instance == Py_None) return Py_NewRef(self);
   return PyMethod_New(self, instance);

@@ -11,8 +11,8 @@ namespace opacus_memprof {
 
 namespace {
 
-// Objects that are neither tensors nor mappings, told by their type alone: asking whether a type
-// implements collections.abc.Mapping takes far longer.
+// Returns whether the object is neither a tensor nor a mapping, from its type alone. Asking whether
+// a type implements collections.abc.Mapping takes far longer.
 bool is_plain(PyObject* value) {
   return value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value);
 }

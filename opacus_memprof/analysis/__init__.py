@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the files of a profile directory to profile.json."""
+"""Builds profile.json from the files of a profile directory."""

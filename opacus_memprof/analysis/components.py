@@ -14,7 +14,7 @@ from opacus_memprof.profiles.profile import Groups
 
 LORA, NORM, HEAD, EMBEDDING = "lora", "norm", "head", "embedding"
 ATTENTION, MLP, RECURRENT, CONV = "attention", "mlp", "recurrent", "conv"
-BLOCK = "block"  # what a layer of several parts computes between them, such as residual sums
+BLOCK = "block"  # values that a layer with several parts computes between them, such as residual sums
 OTHER = "other"
 
 # Regular expression → component. The first rule that matches somewhere in the name applies.
@@ -39,7 +39,7 @@ RULES: dict[str, str] = {
 
 _RULES = [(re.compile(expression, re.IGNORECASE), component) for expression, component in RULES.items()]
 
-# The prefix of a second model's names (`Class#2.`), where the class' name may match a rule.
+# The prefix of a second model's names (`Class#2.`), whose class name may match a rule.
 _MODEL = re.compile(r"^[^.]*#\d+(\.|$)")
 
 
@@ -48,7 +48,7 @@ class Components:
 
     Args:
         rules: the user's rules, regular expression → component. They come first, in their order.
-        known: module → component, as the hooks have seen it; RULES apply to modules without one.
+        known: module → component, as recognised by hooks; RULES apply to modules without one.
 
     Raises:
         MemprofError: a rule is not a regular expression.

@@ -98,7 +98,7 @@ def training_is_not_private(run: Run) -> Iterator[Finding]:
 
 
 def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
-    """Finds what made a step fail because modules have per-sample gradients of different numbers of samples."""
+    """Finds the cause of a failed step in which modules have per-sample gradients of different numbers of samples."""
     facts = run.facts_of("sample_counts")
     if not facts:
         return
@@ -133,7 +133,7 @@ def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
 
 
 def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds why a step found modules without per-sample gradients."""
+    """Finds the reason why modules had no per-sample gradients in a step."""
     facts = [(module, fact) for module, fact in run.facts_of("samples_missing") if not fact["captures"]]
     causes = {
         "in eval mode, where Opacus records nothing": (
@@ -162,7 +162,7 @@ def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 
 def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds why Opacus refused a backward pass before per-sample gradients of an earlier one were used."""
+    """Finds the reason why Opacus refused a backward pass before earlier per-sample gradients were used."""
     facts = run.facts_of("samples_accumulated")
     if not facts or run.facts_of("public_steps"):
         return
@@ -191,7 +191,7 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 
 def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
-    """Finds what changed an output in place, which Opacus' backward hooks do not allow."""
+    """Finds the operation that changed an output in place, which Opacus' backward hooks do not allow."""
     for module, fact in run.facts_of("in_place"):
         if fact["is_option"]:
             what, remedy = f"{module} ({fact['layer']}) computes", f"set inplace=False in {module} ({fact['layer']})"
@@ -215,7 +215,7 @@ def _some(modules: Sequence[str]) -> str:
 
 
 def _flash_clip(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The end of a remedy, if flash_clip can clip the model."""
+    """Returns the end of a remedy, if flash_clip can clip the model."""
     possible = any(fact.get("flash_clip") for _, fact in facts)
     return (
         '; or use opacus_memprof.PrivacyEngine with grad_sample_mode="flash_clip", which trains it as it is' * possible
@@ -229,15 +229,16 @@ _ZERO_GRAD = "call optimizer.zero_grad() after each optimizer.step()"
 
 
 # Memory grows if many different steps allocated blocks at one site (module, category, phase and op) that are live at
-# the end of the last step. Differences between steps would vary with the batch. In steady training, a step's blocks
-# are freed by the end of the next step, and parameters, optimizer states, workspaces and caches are allocated in few
-# steps. A tensor that each step replaces by a longer one is allocated in one step too, and is not found.
+# the end of the last step. Differences between steps would vary with the batch. In steady training, a step's blocks are
+# freed by the end of the next step, and parameters, optimizer states, workspaces and caches are allocated in few steps.
+# A tensor that each step replaces by a longer one is allocated in one step too, and is not found.
 
 # A site counts if this many steps, and this share of the steps that the replay considers (all but the first two and the
 # last two), allocated blocks there.
 MIN_STEPS = 3
 MIN_SHARE = 0.25
-# A site that grows in nearly every one of at least this many steps is reported however small it is: it never stops.
+# A site that grows in nearly every one of at least this many steps is reported even if it is small, because it never
+# stops.
 REGULAR_STEPS = 6
 REGULAR_SHARE = 0.9
 _MARGIN = 4  # kWarmUpSteps + kRecentSteps of csrc/core/replay.h
@@ -255,7 +256,7 @@ _DEFAULT_REMEDY = (
 
 
 def growing_memory(run: Run) -> Iterator[Finding]:
-    """Finds categories of which many steps left blocks behind."""
+    """Finds categories with blocks that many steps left behind."""
     for device, replayed in run.replayed.items():
         considered = replayed["last_step_end"]["step"] - _MARGIN
         sites: dict[str, list[dict[str, Any]]] = {}
@@ -294,7 +295,7 @@ def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]
 
 
 def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
-    """The remedy for memory that grows. Whose per-sample gradients nobody clears, it depends on who should."""
+    """Returns the remedy for growing memory. For per-sample gradients, it depends on who should clear them."""
     if category != "per_sample_gradients":
         return _REMEDY.get(category, _DEFAULT_REMEDY)
     unowned = [module for module, _ in run.facts_of("unowned_samples") if module in modules]

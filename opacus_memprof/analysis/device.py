@@ -23,7 +23,7 @@ from opacus_memprof.profiles.profile import (
 )
 
 _TOP_OPS = 30
-# The attributes of a snapshot that only snapshots.jsonl has: what torch's allocator counted then.
+# The attributes of a snapshot that only snapshots.jsonl has: the counts of torch's allocator.
 _ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
 _NOT_COUNTED: dict[str, Any] = dict.fromkeys(_ALLOCATOR_FIGURES)
 _BEFORE_ANY_BLOCK = DeviceCount(requested_bytes=0, categories={}, **_NOT_COUNTED)
@@ -44,12 +44,14 @@ def build_device(
     """Builds a device's entry in profile.json. Returns it with warnings.
 
     Args:
-        name: as in "cuda:0".
+        name: the device, such as "cuda:0".
         replayed: one of core.replay's devices.
-        header: the event file's.
+        header: the event file's header.
+        names: translates ids.
+        component_of: maps modules to components.
         live: the live counters' peak of this device, if known.
-        snapshots: those of snapshots.jsonl, by number.
-        missing: events that the files do not have.
+        snapshots: the snapshots of snapshots.jsonl, by number.
+        missing: number of events that the files do not have.
     """
     start = header["start_unix_ns"]
     peak, warnings = _peak(name, replayed, names, component_of, start)
@@ -197,7 +199,7 @@ def _with_counters(
         return peak, warnings
     if live.allocated_bytes is not None:
         peak.counted_bytes = live.counted_bytes
-        # Neither includes blocks that the program freed and a side stream still uses.
+        # Neither includes blocks that the program has freed and a side stream still uses.
         peak.allocated_bytes = live.allocated_bytes
         peak.rounding = live.allocated_bytes - counted
         if live.reserved_bytes is not None:
@@ -247,7 +249,7 @@ def _snapshots(
         counted = None if line is None else line.devices.get(name)
         if counted is not None:
             snapshot = replace(snapshot, **_allocator_figures(counted))
-            if pending := counted.categories.get("pending_free", 0):  # the events have them as freed
+            if pending := counted.categories.get("pending_free", 0):  # freed according to the events
                 snapshot.requested_bytes += pending
                 snapshot.categories["pending_free"] = pending
         snapshots.append(snapshot)
@@ -257,8 +259,10 @@ def _snapshots(
 def _with_unrecorded_snapshots(
     name: str, snapshots: Sequence[DeviceSnapshot], recorded: Mapping[int, Snapshot]
 ) -> list[DeviceSnapshot]:
-    """Adds the snapshots that only snapshots.jsonl has: those that a full event file dropped, with the live counters'
-    bytes, and those before the device's first block, which are empty.
+    """Adds the snapshots that only snapshots.jsonl has.
+
+    These are snapshots that a full event file dropped, with the live counters' bytes, and snapshots before the device's
+    first block, which are empty.
     """
     by_index = {snapshot.index: snapshot for snapshot in snapshots}
     for index, line in recorded.items():

@@ -41,8 +41,9 @@ class GrowthLimit:
 
 
 def diff_profiles(before: Profile, after: Profile) -> Diff:
-    """Compares two profiles, device by device. If each has a single device, of different names, these are compared, and
-    a note says so.
+    """Compares two profiles, device by device.
+
+    If each has a single device, of different names, these are compared, and a note says so.
 
     Raises:
         MemprofError: a profile has no device, or the two have no device in common.
@@ -72,7 +73,7 @@ def diff_profiles(before: Profile, after: Profile) -> Diff:
 
 
 def refuse_without_devices(which: str, profile: Profile) -> None:
-    """Raises MemprofError for a profile without devices, which the message calls the `which` profile."""
+    """Raises MemprofError for a profile without devices. The message calls it the `which` profile."""
     if not profile.devices:
         raise MemprofError(f"the {which} profile has no device that allocated memory: profile a training run")
 
@@ -93,7 +94,8 @@ def compare_virtual(which: tuple[str, str], first: Virtual, second: Virtual) -> 
 
     Args:
         which: names of the two runs, such as ("first", "second").
-        first, second: `virtual` of their profiles.
+        first: `virtual` of the first profile.
+        second: `virtual` of the second profile.
     """
     names = virtual_gpu_of(first), virtual_gpu_of(second)
     if names == (None, None):
@@ -145,7 +147,7 @@ def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:
 
 
 def modules_of(peak: Peak) -> Groups:
-    """Returns the peak's bytes by module. A peak from the live counters alone has no modules: all of it is under ""."""
+    """Returns the peak's bytes by module. A peak from the live counters has no modules: all of it is under ""."""
     return peak.modules or {"": peak.categories}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the events of a profile, with settled categories and names: all of them, or those around each peak.
 
-Events are read in chunks, because a file may hold more than memory does.
+Events are read in chunks, because a file may be larger than memory.
 """
 
 import os
@@ -31,7 +31,7 @@ ROW = np.dtype(
 
 KINDS = ("none", "alloc", "free", "retag", "step", "phase", "snapshot", "seed", "oom", "settled", "gap")
 ALLOC, FREE, RETAG, STEP, PHASE, SNAPSHOT, SEED, OOM = range(1, 9)
-GAP = 10  # `bytes` events are missing here; free, retag and seed rows after it tell what became of blocks
+GAP = 10  # `bytes` events are missing here; later free, retag and seed rows show the outcomes of blocks
 
 
 class Events:
@@ -51,7 +51,7 @@ class Events:
         self.names = Names(read_meta(self._path / META).names, builtin)
 
     def for_each_chunk(self, callback: Callable[[Rows], object]) -> None:
-        """Calls `callback` with all rows, in arrays of dtype ROW and some ten thousand rows.
+        """Calls `callback` with all rows, in arrays of dtype ROW with about ten thousand rows each.
 
         Raises:
             MemprofError: events.bin is missing, truncated, not an event file or of another version.
@@ -89,8 +89,8 @@ def around_peak(events: Events, max_rows: int) -> dict[int, Window]:
     """Returns the windows by device id. Reads the file twice.
 
     Args:
-        events: of the profile.
-        max_rows: the most rows of a window, with the peak as near to the middle as the file's ends allow.
+        events: the events of the profile.
+        max_rows: maximum number of rows in a window. The peak is as near to the middle as the file's ends allow.
 
     Raises:
         MemprofError: the event file cannot be read.
@@ -125,7 +125,7 @@ class _PeakFinder:
 
     Attributes:
         count: number of rows so far.
-        index: of the row with the most live bytes.
+        index: index of the row with the most live bytes.
     """
 
     def __init__(self) -> None:

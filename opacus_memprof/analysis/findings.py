@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds memory that a run wastes, each with its module, bytes, evidence and remedy.
+"""Finds wasted memory of a run, each with its module, bytes, evidence and remedy.
 
-A detector takes a Run and yields findings. Those of defects, and the order of all, are in `analysis.defects`.
+A detector takes a Run and yields findings. `analysis.defects` has the detectors of defects, and the order of all.
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.profiles.profile import Device, Finding
 from opacus_memprof.profiles.units import format_bytes, format_count
 
-# Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch take more.
+# Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch have larger
+# effects.
 MATERIAL = 0.01
 
 
@@ -24,9 +25,9 @@ class Run:
     Attributes:
         devices: devices of profile.json, by name.
         replayed: devices of core.replay, by the same names.
-        facts: facts that hooks recorded (hook_facts.recorded()), with ids of modules.
+        facts: observations of hooks, with ids of modules.
         names: translates the ids.
-        failed: an error ended the run, and not one of memory.
+        failed: whether an error other than out of memory ended the run.
     """
 
     devices: Mapping[str, Device]
@@ -36,7 +37,7 @@ class Run:
     failed: bool = False
 
     def facts_of(self, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """Returns the facts of a kind, with the names of their modules."""
+        """Returns the observations of a kind, with the names of their modules."""
         return [(self.names.module(fact["module"]), fact) for fact in self.facts if fact["kind"] == kind]
 
     def is_material(self, device: str, size: int) -> bool:
@@ -96,7 +97,7 @@ _COPIES = "create_or_accumulate_grad_sample"
 
 
 def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds per-sample gradients of frozen parameters, which functorch computes beside those of trainable ones."""
+    """Finds per-sample gradients of frozen parameters, which functorch computes besides those of trainable ones."""
     for module, fact in run.facts_of("frozen_samples"):
         if fact["mode"] == "functorch":
             why = ""
@@ -124,7 +125,7 @@ def discarded_gradients(run: Run) -> Iterator[Finding]:
             live = {module: categories.get("gradients", 0) for module, categories in peak.modules.items()}
             sizes = {module: min(size, live.get(module, 0)) for module, size in built.items()}
             total = sum(sizes.values())
-        elif peak.phase == "noise":  # gradients include those with noise already
+        elif peak.phase == "noise":  # then gradients include noisy ones
             total = min(peak.born_in.get("backward", {}).get("gradients", 0), sum(built.values()))
             sizes = built
         else:
@@ -146,7 +147,7 @@ def discarded_gradients(run: Run) -> Iterator[Finding]:
 
 def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients that create_or_accumulate_grad_sample copies into zeros of the same size."""
-    if run.failed:  # another finding, or none, says why
+    if run.failed:  # another finding, or none, explains the failure
         return
     for device, entry in run.devices.items():
         peak = entry.peak

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up the profiles of a job's ranks: which rank needs the most memory, for what, and what is inconsistent."""
+"""Summarizes the profiles of a job's ranks: which rank needs the most memory, for what, and contradictions."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class Job:
     """Collects the profiles of a job's ranks one by one, and keeps a row of each.
 
     Args:
-        launch: of any of its processes; None if the profiles do not contain it.
+        launch: the launch of any of its processes; None if the profiles do not contain it.
     """
 
     def __init__(self, launch: Launch | None) -> None:
@@ -44,7 +44,7 @@ class Job:
 
         Args:
             rank: its number.
-            directory: of its profile, relative to the job's.
+            directory: the directory of its profile, relative to the job's.
             profile: its profile.
             modules: names of all modules that it has attached.
         """
@@ -57,23 +57,23 @@ class Job:
             self._warnings.setdefault(warning, []).append(rank)
         for finding in profile.findings:
             self._add_finding(rank, finding)
-        if len(modules) > 1:  # more than "": it has got as far as its model
+        if len(modules) > 1:  # more than "": it has reached its model
             if self._model is None:
                 self._model = rank, modules
             elif modules != self._model[1]:
                 self._other_models.setdefault(modules, []).append(rank)
 
     def leave_out(self, rank: int) -> None:
-        """Leaves a rank out, because its profile is of another job."""
+        """Excludes a rank, because its profile belongs to another job."""
         self._left_out.append(rank)
 
     def add_unreadable(self, rank: int, why: str) -> None:
-        """Leaves a rank out, because its profile cannot be read."""
+        """Excludes a rank, because its profile cannot be read."""
         self._unreadable.append(rank)
         self._notes.append(f"rank {rank} is left out: {why}")
 
     def summary(self) -> JobSummary:
-        """The summary of all ranks, for ranks.json."""
+        """Returns the summary of all ranks, for ranks.json."""
         world_size = self._launch.world_size if self._launch is not None else len(self.rows)
         expected = self._launch.ranks if self._launch is not None else range(world_size)
         present = {row.rank for row in self.rows} | set(self._unreadable)
@@ -102,7 +102,7 @@ class Job:
         )
 
     def _add_finding(self, rank: int, finding: Finding) -> None:
-        """Adds a finding. Of the same finding of several ranks, the largest is kept, with all ranks."""
+        """Adds a finding. If several ranks have the same finding, the largest is kept, with all ranks."""
         key = finding.kind, finding.module
         other = self._findings.get(key)
         ranks = [*(other.ranks if other and other.ranks else ()), rank]
@@ -140,7 +140,7 @@ class Job:
 
 
 def _early_ends(rows: Iterable[Rank]) -> list[str]:
-    """Messages about ranks that have not finished, and why."""
+    """Returns messages about ranks that have not finished, and the reasons."""
     same_end: dict[tuple[str, int, str | None], list[int]] = {}
     for row in rows:
         if row.status != "finished":
@@ -198,12 +198,12 @@ def _peak(peak: Peak) -> RankPeak:
 
 
 def _steps(device: Device) -> int:
-    """The number of optimizer steps that have ended."""
+    """Returns the number of completed optimizer steps."""
     return max((step.step + step.complete for step in device.steps), default=0)
 
 
 def _outside(device: Device) -> int | None:
-    """The most bytes outside PyTorch at a snapshot: the CUDA context, NCCL, other processes."""
+    """Returns the most bytes outside PyTorch at a snapshot: the CUDA context, NCCL, other processes."""
     seen = [snapshot.get("outside_pytorch") for snapshot in device.snapshots]
     return max((size for size in seen if size is not None), default=None)
 
@@ -217,7 +217,7 @@ def _sums(rows: Iterable[Sizes]) -> Sizes:
 
 
 def _imbalance(peaks: Mapping[int, RankPeak]) -> Imbalance | None:
-    """The highest peak compared with the mean of all peaks, in total and by category."""
+    """Returns the highest peak compared with the mean of all peaks, in total and by category."""
     if not peaks:
         return None
     count = len(peaks)
@@ -245,7 +245,7 @@ def _spread(category: str, peaks: Mapping[int, RankPeak], mean: float) -> Spread
 
 
 def _stragglers(peaks: Mapping[int, RankPeak]) -> list[Straggler]:
-    """The ranks whose peak is far above the median, the highest first."""
+    """Returns the ranks whose peak is far above the median, the highest first."""
     if not peaks:
         return []
     median = statistics.median(peak.requested_bytes for peak in peaks.values())
@@ -292,7 +292,7 @@ def _differing_versions(versions: Mapping[tuple[tuple[str, str | None], ...], li
 
 
 def _clock_warnings(rows: list[Rank]) -> list[str]:
-    """A message if ranks on different machines seem not to have run at the same time: their clocks may differ."""
+    """Returns a message if ranks on different machines seem not to have run at the same time: clocks may differ."""
     timed = [row for row in rows if row.started_unix_ns and row.ended_unix_ns]
     if not timed:
         return []

@@ -21,8 +21,10 @@ from opacus_memprof.profiles.meta import Meta, read_meta
 
 
 def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
-    """Summarizes all ranks whose profiles are in `directory`. A killed rank counts up to its last event. The summary's
-    warnings name ranks of an earlier job, unreadable and missing ones.
+    """Summarizes all ranks whose profiles are in `directory`.
+
+    A killed rank counts up to its last event. The summary's warnings name ranks of an earlier job, unreadable and
+    missing ones.
 
     Raises:
         MemprofError: no rank has a readable profile.
@@ -46,7 +48,7 @@ def load_ranks(directory: str | os.PathLike[str]) -> JobSummary:
 
 
 def write_job_summary(claimed: ProfileDirectory) -> JobSummary | None:
-    """Writes ranks.json and returns its content if this rank is the last of its job to end, else returns None.
+    """Writes ranks.json and returns its content if this rank is the last of its job to end; otherwise returns None.
 
     Each rank calls it after writing its own profile.
 
@@ -98,7 +100,7 @@ def _modules(folder: Path) -> frozenset[str]:
 
 
 def _modified_at(folder: Path) -> float:
-    """Returns when its meta.json was last written, in seconds since 1970; 0 without one."""
+    """Returns when the rank's meta.json was last written, in seconds since 1970; 0 without one."""
     try:
         return (folder / META).stat().st_mtime
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares what reports show of a job's ranks. `load_view` loads a profile or a job, whichever a directory holds."""
+"""Prepares a job's ranks for reports. `load_view` loads a profile or a job, whichever a directory holds."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, Ran
 from opacus_memprof.profiles.profile import Finding, virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_ranks, format_share
 
-_MOST_ROWS, _LOWEST_ROWS = 16, 4  # of ranks; beyond, the highest and these many of the lowest are shown
+_MOST_ROWS, _LOWEST_ROWS = 16, 4  # of ranks; with more, the highest and these many of the lowest are shown
 _HIGHEST_PROFILES, _LOWEST_PROFILES = 12, 4  # ranks whose whole profiles are read
 _EVEN = 1.0005  # as printed, max / mean is 1.000
 
@@ -30,19 +30,19 @@ class JobView:
     """The profiles of a job's ranks.
 
     Attributes:
-        directory: of the job.
+        directory: the directory of the job.
         summary: the content of ranks.json.
-        title: which ranks.
+        title: the ranks in words.
         virtual_mark: the sentence on virtual GPUs; None for real ones.
         privacy: a sentence for each model in privacy_check.json, which the first rank writes.
         ranks: the peak of each rank; `left_out` says which are not shown. Empty if no memory was allocated.
         categories: each category at the peaks of the ranks.
-        imbalance: the highest peak divided by the mean, and what causes it.
-        stragglers: the ranks far above the median, and what they do; "" and "" if there are none.
-        total: whose peaks together, and how much.
+        imbalance: the highest peak divided by the mean, and its cause.
+        stragglers: the ranks far above the median, and their effect; "" and "" if there are none.
+        total: the ranks whose peaks are added up, and the sum.
         check: whether each rank's categories add up.
-        findings: of all ranks, with the ranks in their evidence.
-        profiles: the ranks with the highest and lowest peaks, in order; empty unless they were asked for.
+        findings: the findings of all ranks, with the ranks in their evidence.
+        profiles: the ranks with the highest and lowest peaks, in order; empty unless requested.
     """
 
     directory: Path
@@ -64,10 +64,10 @@ class JobView:
 def load_view(
     directory: str | os.PathLike[str], vanilla: str | os.PathLike[str] | None = None, *, whole: bool = True
 ) -> ProfileView | JobView:
-    """The view of a profile, or of a job whose directory holds the profiles of its ranks.
+    """Returns the view of a profile, or of a job whose directory holds the profiles of its ranks.
 
     Args:
-        directory: of the profile or job.
+        directory: the directory of the profile or job.
         vanilla: the directory of the profile of the same training without privacy.
         whole: whether the view of a job has whole profiles, for a page.
 
@@ -88,7 +88,7 @@ def view_job(
     privacy: Sequence[str] = (),
     profiles: Sequence[ProfileView] = (),
 ) -> JobView:
-    """The view of a job; the attributes of JobView describe the arguments."""
+    """Returns the view of a job; the attributes of JobView describe the arguments."""
     simulated = summary.played  # UNSET, or the only ranks that ran
     everything = simulated is UNSET
     rows, imbalance = summary.ranks, summary.imbalance
@@ -132,7 +132,10 @@ def _measured(ranks: Sequence[Rank]) -> list[tuple[Rank, RankPeak]]:
 
 
 def _rank_columns(ranks: Sequence[Rank], mean: int) -> tuple[Columns, str]:
-    """The peak of each rank; of more than _MOST_ROWS the highest and the lowest, with a sentence that says so."""
+    """Returns the peak of each rank.
+
+    With more than _MOST_ROWS ranks, returns the highest and the lowest, and a sentence that says so.
+    """
     measured, left_out = _measured(ranks), ""
     if len(measured) > _MOST_ROWS:
         measured.sort(key=lambda pair: (-pair[1].requested_bytes, pair[0].rank))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what is live in a running process from the profile that it is writing."""
+"""Reads the live memory of a running process from the profile that it is writing."""
 
 import contextlib
 import os
@@ -29,9 +29,9 @@ class RunningDevice(JsonObject):
     """The bytes on one device of a running profile.
 
     Attributes:
-        peak_bytes: so far, in the step `peak_step`.
-        categories, modules: as of a Peak, with forward_undecided for what a forward has made.
-        step_ends: what the newest steps left at their ends.
+        peak_bytes: the peak so far, in the step `peak_step`.
+        categories, modules: as in Peak, with forward_undecided for blocks from forward.
+        step_ends: live bytes at the ends of the newest steps.
         bytes_per_step: the slope of the line through these (least squares); None for fewer than four.
     """
 
@@ -45,13 +45,13 @@ class RunningDevice(JsonObject):
 
 
 class RunningProfile(JsonObject, kw_only=True):
-    """What is live in a profile at `unix_ns` (nanoseconds since 1970).
+    """The live memory of a profile at `unix_ns` (nanoseconds since 1970).
 
     Attributes:
-        virtual: as in meta.json.
+        virtual: see meta.json.
         status: "running", "ended" or "killed".
         events, dropped: events so far, and events that were lost before they reached the disk.
-        out_of_memory: allocations that failed.
+        out_of_memory: number of allocations that failed.
     """
 
     directory: str
@@ -84,7 +84,7 @@ class ProfileFollower:
 
     def read(self) -> RunningProfile:
         """Returns the live bytes of all devices now."""
-        running = is_being_written(self.directory)  # before reading: if it has ended, all of it is then read
+        running = is_being_written(self.directory)  # before reading: if it has ended, all of it is read
         state = self._follower.advance()
         meta = read_meta(self.directory / META)
         names = Names(meta.names, state)

@@ -12,11 +12,11 @@ from opacus_memprof.profiles.profile import HookedActivations
 class Names:
     """The names of one profile.
 
-    Ids that the last meta.json of a killed process does not name read "module 17". Built-in categories and phases
+    Ids that the last meta.json of a killed process does not name become "module 17". Built-in categories and phases
     always have names.
 
     Args:
-        names: of meta.json, or native.names().
+        names: the names of meta.json, or native.names().
         replayed: the result of core.replay.
 
     Attributes:
@@ -41,7 +41,7 @@ class Names:
         return _name(self._phases, id, "phase")
 
     def module(self, id: int) -> str:
-        """The module's fully qualified name; "" is no module."""
+        """Returns the module's fully qualified name; "" means no module."""
         return _name(self._modules, id, "module")
 
     def op(self, id: int) -> str:
@@ -60,7 +60,7 @@ class Names:
         return reported_name(self.category(id))
 
     def categories(self, by_id: Sequence[int]) -> dict[str, int]:
-        """Bytes by reported category, from bytes by category id. Categories without bytes are left out."""
+        """Returns bytes by reported category, from bytes by category id, without empty categories."""
         result: dict[str, int] = {}
         for id, count in enumerate(by_id):
             if count:
@@ -69,19 +69,20 @@ class Names:
         return result
 
     def all_categories(self, by_id: Sequence[int]) -> dict[str, int]:
-        """Bytes by reported category: all built-in ones, and those of the program's own that have any."""
+        """Returns bytes by reported category: all built-in ones, and the program's own that have bytes."""
         nonzero = self.categories(by_id)
         names = dict.fromkeys(self.reported_category(id) for id in range(len(self._categories)))
         return {name: nonzero.get(name, 0) for name in [*names, *nonzero] if name in self._builtin or name in nonzero}
 
     def hooked_activations(self, by_id: Sequence[int]) -> HookedActivations:
-        """The two parts of the category activation_hooks, from bytes by category id."""
+        """Returns the two parts of the category activation_hooks, from bytes by category id."""
         return HookedActivations(**{part: by_id[self._categories.index(name)] for name, part in PARTS.items()})
 
 
 def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
-    """The bytes by reported category that a run without Opacus would have: the `shared` bytes of captures, which
-    autograd holds too, count as activations.
+    """Returns the bytes by reported category that a run without Opacus would have.
+
+    The `shared` bytes of captures, which autograd holds too, count as activations.
     """
     if not shared:
         return dict(sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up privacy_check.json in a sentence for each model."""
+"""Summarizes privacy_check.json in a sentence for each model."""
 
 import os
 from collections.abc import Iterable
@@ -25,13 +25,13 @@ def privacy_sentences(directory: str | os.PathLike[str] | None) -> list[str]:
         return []
     try:
         check = read_privacy_check(Path(directory) / PRIVACY_CHECK)
-    except MemprofError as error:  # the rest of the report is of use without it
+    except MemprofError as error:  # the rest of the report is useful without it
         return [f"{error}."]
     return [] if check is None else [describe_model(model) for model in check.models]
 
 
 def describe_model(model: ModelCheck) -> str:
-    """Returns a sentence on what was proved of a model."""
+    """Returns a sentence on what was proved about a model."""
     parts = [f"{model.mode} on {model.model}"]
     if model.steps is not None:
         parts.append(format_count(model.steps, "step"))
@@ -56,7 +56,7 @@ def _describe_proofs(model: ModelCheck) -> str:
 
 
 def _describe_checks(checks: Iterable[dict[str, list[CheckedSpan]]], unit: str) -> str:
-    """Lists what was checked and when: "mixing and sums at forwards 1, 2, 4, ..., 64"."""
+    """Returns a list of the checks and when they ran: "mixing and sums at forwards 1, 2, 4, ..., 64"."""
     spans: dict[str, list[CheckedSpan]] = {}
     for each in checks:
         for what, found in each.items():
@@ -68,7 +68,7 @@ def _describe_checks(checks: Iterable[dict[str, list[CheckedSpan]]], unit: str) 
 
 
 def _numbers(spans: list[CheckedSpan], unit: str) -> str:
-    """Lists numbers, with consecutive ones as a range: "forwards 1, 2, 4, ..., 64", "steps 1-8"."""
+    """Returns a list of numbers, with consecutive ones as a range: "forwards 1, 2, 4, ..., 64", "steps 1-8"."""
     merged: list[list[int]] = []
     for first, last in sorted((span.first, span.last) for span in spans):
         if merged and first <= merged[-1][1] + 1:

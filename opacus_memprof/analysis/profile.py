@@ -25,7 +25,7 @@ from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.meta import Meta, read_meta
 from opacus_memprof.profiles.profile import EventCounts, EventGap, Profile, Timeline, VirtualGpus
 
-TIMELINE_POINTS = 2000  # rows of a timeline in profile.json, at most
+TIMELINE_POINTS = 2000  # maximum number of rows of a timeline in profile.json
 
 
 def build_profile(
@@ -48,15 +48,15 @@ def build_profile(
         directory: the profile directory; the process may still be writing events.
         status: "finished", "failed", "out_of_memory" or "killed".
         exit_code: exit code of the program; None if it is unknown.
-        error: a line on what ended the program; None if nothing went wrong or it is unknown.
-        peaks: the live counters' peaks (recording.live.read_peaks()), which know what the allocator itself counted at
-            the peak, and the peak of what a full event file has dropped.
-        warnings: sentences on what this profile lacks.
-        facts: facts that hooks recorded (hook_facts.recorded()), for the findings.
+        error: a line with the reason why the program ended; None if nothing went wrong or it is unknown.
+        peaks: the live counters' peaks (recording.live.read_peaks()), with the allocator's own counts at the peak, and
+            with peaks that a full event file has dropped.
+        warnings: sentences about the limits of this profile.
+        facts: observations of hooks (recording.observations.recorded()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
-        virtual: of a run on virtual GPUs, what they were and could not know (virtual_gpu.describe_run()); without it
-            what meta.json has, which was written at the start.
-        timeline_points: rows of a device's timeline, at most.
+        virtual: for a run on virtual GPUs, their description and limits (virtual_gpu.describe_run()); by default the
+            data of meta.json, which was written at the start.
+        timeline_points: maximum number of rows of a device's timeline.
         dropped: events lost so far; while a process is writing, the file's header lags behind.
 
     Raises:
@@ -120,8 +120,18 @@ def build_profile_from_counters(
     peaks: Mapping[str, LivePeak],
     warnings: Iterable[str],
 ) -> Profile:
-    """Builds a profile without readable events: the peaks of the live counters, and the snapshots. The arguments are
-    those of `build_profile`.
+    """Builds a profile without readable events: the peaks of the live counters, and the snapshots.
+
+    See `build_profile` for the arguments.
+
+    Args:
+        directory: see `build_profile`.
+        status: see `build_profile`.
+        exit_code: see `build_profile`.
+        error: see `build_profile`.
+        started_unix_ns: when recording began, in nanoseconds since 1970.
+        peaks: see `build_profile`.
+        warnings: see `build_profile`.
     """
     path = Path(directory)
     meta, snapshots, sentences = Meta(), dict[int, Snapshot](), list(warnings)
@@ -176,8 +186,9 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
 
 
 def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, Timeline]:
-    """Returns the timelines of a profile by device, with up to `points` rows instead of TIMELINE_POINTS. Each includes
-    the peak.
+    """Returns the timelines of a profile by device, with up to `points` rows instead of TIMELINE_POINTS.
+
+    Each includes the peak.
 
     Raises:
         MemprofError: events.bin or meta.json is missing, truncated, foreign or of another version.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares what reports and exports show of a profile. Every output is a function of the view alone."""
+"""Prepares a profile for reports and exports. Every output is a function of the view alone."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from opacus_memprof.profiles.profile import (
 )
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment, format_share
 
-_TOP = 10  # parts of a peak that tables name; what the others take is summed up
+_TOP = 10  # number of parts of a peak that tables name; the others are summed up
 _TOTALS = {
     "requested_bytes": ("requested", "what the program asked for"),
     "rounding": ("+ rounding", "blocks are larger than what was asked for"),
@@ -50,11 +50,11 @@ class Part:
     """A part of a peak: a category, component or module, or several small ones.
 
     Attributes:
-        name: "" is no module.
-        bytes: of the part; `size` and `share` are the same for people: `1.50 MiB`, and `12.3 %` of the whole.
+        name: the name; "" means no module.
+        bytes: bytes of the part; `size` and `share` are the same for people: `1.50 MiB`, and `12.3 %` of the whole.
         mostly: its largest category; "" for a category.
         categories: bytes by category.
-        is_rest: whether these are all parts that are not named.
+        is_rest: whether this is the sum of all parts that are not named.
     """
 
     name: str
@@ -79,8 +79,9 @@ class PhaseRow:
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison of figures that must agree. `agrees` is None where they differ for a known reason; `details` goes on
-    after the claim.
+    """A comparison of figures that must agree.
+
+    `agrees` is None if they differ for a known reason. `details` follows the claim.
     """
 
     agrees: bool | None
@@ -93,10 +94,10 @@ class DeviceView:
     """One device of a profile.
 
     Attributes:
-        title: its name and, of a virtual GPU, what it stands for.
+        title: its name and, for a virtual GPU, the GPU that it simulates.
         device: its entry in profile.json.
         peak_size: the highest requested bytes; `peak_moment` says when they were live.
-        totals: label, size and meaning of what was requested, allocated and reserved at the peak.
+        totals: label, size and meaning of the requested, allocated and reserved bytes at the peak.
         categories, components, modules: the parts of the peak, the largest first.
         holders: who holds the captured activations, and how much.
         phases: in the order of profile.json; `phases_note` says how their steps are counted.
@@ -123,17 +124,17 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class ProfileView:
-    """One profile. Every event, which may be more than memory holds, is read when an export asks for it.
+    """One profile. Every event, which may be more than memory holds, is read when an export needs it.
 
     Attributes:
-        name: of the run.
+        name: the name of the run.
         profile: the content of profile.json.
-        directory: of the profile; None if there is none.
-        devices: by name.
+        directory: the directory of the profile; None if there is none.
+        devices: the devices by name.
         virtual_gpu: the kind and memory of the virtual GPU; `virtual_mark` is the sentence on it. None for a real one.
         privacy: a sentence for each model in privacy_check.json.
         out_of_memory: oom_report.json; None without one.
-        tax: what privacy costs, if the profile of the same training without it is known.
+        tax: the cost of privacy, if the profile of the same training without it is known.
     """
 
     name: str
@@ -147,11 +148,11 @@ class ProfileView:
     tax: Tax | None
 
     def events(self) -> Events:
-        """The events of the profile. Raises MemprofError if meta.json cannot be read."""
+        """Returns the events of the profile. Raises MemprofError if meta.json cannot be read."""
         return Events(self._directory())
 
     def timelines(self, points: int) -> dict[str, Timeline]:
-        """The timelines by device, with up to `points` rows. Raises MemprofError if the events cannot be read."""
+        """Returns the timelines by device, with up to `points` rows. Raises MemprofError if events cannot be read."""
         return read_timelines(self._directory(), points)
 
     def _directory(self) -> Path:
@@ -166,13 +167,13 @@ def view_profile(
     vanilla: Profile | None = None,
     name: str = "",
 ) -> ProfileView:
-    """The view of a profile.
+    """Returns the view of a profile.
 
     Args:
         profile: the content of profile.json.
-        directory: of the profile, for its events and what lies beside it; None if there is none.
-        vanilla: the profile of the same training without privacy, for what privacy costs.
-        name: of the run; "" is its command.
+        directory: the directory of the profile, for its events and other files; None if there is none.
+        vanilla: the profile of the same training without privacy, for the cost of privacy.
+        name: the name of the run; "" is its command.
 
     Raises:
         MemprofError: the two profiles cannot be compared (see analysis.tax.dp_tax).
@@ -196,7 +197,7 @@ def view_profile(
 
 
 def view_device(device: Device, title: str) -> DeviceView:
-    """The view of one device of a profile."""
+    """Returns the view of one device of a profile."""
     peak, whole, phases = device.peak, device.peak.requested_bytes, device.phases.values()
     times = [(phase.step, phase.logical_step) for phase in phases]
     return DeviceView(
@@ -225,12 +226,12 @@ def view_device(device: Device, title: str) -> DeviceView:
 
 
 def parts_of(sizes: Mapping[str, int], whole: int) -> list[Part]:
-    """Categories with their bytes, the largest first, without empty ones."""
+    """Returns categories with their bytes, the largest first, without empty ones."""
     return [_part(name, {name: size}, whole) for name, size in largest_first(sizes)]
 
 
 def groups_of(groups: Groups, whole: int, count: int = _TOP) -> list[Part]:
-    """The `count` largest modules or components, and one part for all others, without empty ones."""
+    """Returns the `count` largest modules or components, and one part for all others, without empty ones."""
     names = [name for name, _ in largest_first({name: sum(sizes.values()) for name, sizes in groups.items()})]
     parts = [_part(name, groups[name], whole, largest_first(groups[name])[0][0]) for name in names[:count]]
     if rest := names[count:]:
@@ -243,7 +244,7 @@ def groups_of(groups: Groups, whole: int, count: int = _TOP) -> list[Part]:
 
 
 def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The items with the largest size first, without zeros."""
+    """Returns the items with the largest size first, without zeros."""
     return sorted(((key, size) for key, size in sizes.items() if size), key=lambda item: (-item[1], item[0]))
 
 
@@ -259,7 +260,10 @@ def _phase_row(name: str, phase: PhasePeak) -> PhaseRow:
 
 
 def _steps_note(phases: Iterable[str], steps: Iterable[tuple[int, int]]) -> str:
-    """How the (physical, logical) steps of a table are counted, and what the phase idle means if it has that."""
+    """Returns a sentence that says how the steps of a table are counted, and explains the phase idle if it occurs.
+
+    The steps are (physical, logical) pairs.
+    """
     differ = any(logical != step for step, logical in steps)
     return " ".join([_LOGICAL_STEPS if differ else _STEPS, *([_IDLE] if "idle" in phases else [])])
 
@@ -278,7 +282,7 @@ def _last_failure(device: Device) -> str:
 
 
 def _check_peak(peak: Peak) -> Iterator[Check]:
-    """Checks that the categories add up, and that the allocator itself counted the same."""
+    """Yields the checks that the categories add up, and that the allocator's own count is the same."""
     if remainder := peak.remainder_bytes:
         yield Check(False, f"Σ categories misses {remainder} bytes of the requested ones")
     else:
@@ -309,7 +313,7 @@ def _check_snapshots(snapshots: Sequence[DeviceSnapshot]) -> Iterator[Check]:
 
 
 def _read_oom_report(directory: Path | None) -> OomReport | None:
-    """The profile's oom_report.json; None without one that can be read."""
+    """Returns the profile's oom_report.json; None without one that can be read."""
     path = None if directory is None else directory / OOM_REPORTS[1]
     if path is not None and path.is_file():
         with contextlib.suppress(MemprofError):

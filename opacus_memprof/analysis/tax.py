@@ -47,7 +47,7 @@ def dp_tax(private: Profile, vanilla: Profile) -> Tax:
 
 
 def peak_tax(private: Peak, vanilla: Peak) -> DeviceTax:
-    """Returns what privacy adds to the peak of one device."""
+    """Returns the bytes that privacy adds to the peak of one device."""
     shared = private.shared_captures
     without_dp = replace(
         private,

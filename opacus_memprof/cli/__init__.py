@@ -25,10 +25,10 @@ PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
 
 app = typer.Typer(
     no_args_is_help=True,
-    # Options and their choices may be written with _ or -. Arguments of a script stay as they are.
+    # Options and their choices may be written with _ or -. Arguments of a script do not change.
     context_settings={"token_normalize_func": normalized},
 )
-# Options after the script are the script's.
+# Options after the script belong to the script.
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(plan)
 app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)

@@ -248,7 +248,7 @@ def single_gpu(
 
 
 def _described(chosen: Configuration, *, sizes: bool) -> str:
-    """Describes a configuration; without `sizes`, what several configurations share."""
+    """Returns the description of a configuration; without `sizes`, the common settings of several configurations."""
     weights = "" if chosen.pretrained else " (random weights)"
     lines = [f"model {chosen.model}{weights}, mode {chosen.mode}, {chosen.dtype}, device {chosen.device}"]
     if sizes:
@@ -285,8 +285,9 @@ def draw(
 def _run(
     preset: "Preset", cells: "Sequence[Cell]", results_dir: Path, training: TrainingOptions, running: RunningOptions
 ) -> None:
-    """Runs cells and draws all results in `results_dir`. Prints a line for each run, or the stages of a single run, and
-    a summary at the end.
+    """Runs cells and draws all results in `results_dir`.
+
+    Prints a line for each run, or the stages of a single run, and a summary at the end.
 
     Raises:
         MemprofError: see engine.run_grid.

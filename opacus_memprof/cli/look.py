@@ -11,8 +11,8 @@ from typer.core import TyperCommand
 
 from opacus_memprof.errors import MemprofError
 
-_BY_DEFAULT = ""  # the value of an option that names no file
-# As in reports.export, which is not imported here because it loads much.
+_BY_DEFAULT = ""  # an option without a file
+# Copied from reports.export, which is not imported here because it loads many modules.
 _SUFFIXES = {
     "--html": (".html",),
     "--png": (".png",),
@@ -77,8 +77,8 @@ def report(
     view = load_view(directory, vanilla, whole="html" in wanted)
     if isinstance(view, JobView) and (wanted.keys() - {"html"} or vanilla):
         raise MemprofError(
-            f"{directory} holds the {len(view.summary.ranks)} ranks of a job, and there is a page of them alone: use "
-            f"--html, or give one, as {directory / 'rank_0'}"
+            f"{directory} holds the {len(view.summary.ranks)} ranks of a job, for which only a page can be written: "
+            f"use --html, or give one, as {directory / 'rank_0'}"
         )
     console = Console()
     (print_report if full else print_summary)(view, console)

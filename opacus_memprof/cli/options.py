@@ -360,6 +360,6 @@ class RunningOptions:
 
 @dataclass(frozen=True)
 class MethodRunningOptions(RunningOptions):
-    """The same for commands that compare times, which let a GPU rest between two runs."""
+    """RunningOptions for commands that compare times, which let a GPU rest between two runs."""
 
     pause: Annotated[float, typer.Option(envvar="PAUSE", help="Seconds between two runs on a GPU.", min=0)] = 3

@@ -208,7 +208,7 @@ def replay_command(
 ) -> None:
     """Repeat the allocations of a recorded run with torch's allocator on a virtual GPU, without the program.
 
-    Exits with 0 if it fits with at least one of the settings, else with 3.
+    Exits with 0 if it fits with at least one of the settings, otherwise with 3.
     """
     tried = ["", *(parse_settings(settings) if settings is not None else ())]
     recording = read_recording(directory, gpu, None if memory is None else parse_size(memory))
@@ -251,6 +251,6 @@ def _print_replays(recording: Recording, replays: Sequence[Replay], console: Con
             )
     if recording.status != "finished":
         console.print(
-            f"The run is {recording.status.replace('_', ' ')}: what would have come after is not known.",
+            f"The run is {recording.status.replace('_', ' ')}: what would have followed is not known.",
             highlight=False,
         )

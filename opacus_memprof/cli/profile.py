@@ -94,9 +94,9 @@ def doctor(
         bool, typer.Option("--script", help="Check the private training of a script instead of this environment.")
     ] = False,
 ) -> None:
-    """Check whether profiling works here, and say what to do if it does not.
+    """Check whether profiling works here, and print how to fix problems.
 
-    Exits with 0 if it works, else with 1.
+    Exits with 0 if it works, otherwise with 1.
 
     With --script SCRIPT.py: runs the script until its private optimizer has made two steps. Compares clipping, noise
     and updates with a computation by hand, one sample at a time, and lists what was not checked. Exits with 0 if

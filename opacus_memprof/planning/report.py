@@ -91,7 +91,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print(console, f"\n[bold]{number}. {escape(suggestion.title)}[/]: {_outcome(suggestion)}")
         _print(console, f"   [cyan]{escape(suggestion.code)}[/]")
     if not run.fits and not verdict.advice:
-        _print(console, "\nNothing is known that would make it fit but a GPU with more memory.")
+        _print(console, "\nNo known change would make it fit except a GPU with more memory.")
 
 
 def print_doubts(warnings: Sequence[str], console: Console) -> None:

@@ -24,7 +24,7 @@ def write_csv(view: ProfileView, path: str | os.PathLike[str]) -> None:
 
     A row of the table `gap` has the number of missing events and the step in which the gap begins, and no bytes.
 
-    Rows of a run on a virtual GPU have the column `virtual_gpu`, with its kind.
+    Rows of a run on a virtual GPU have its kind in the column `virtual_gpu`.
 
     Raises:
         MemprofError: `path` cannot be written.

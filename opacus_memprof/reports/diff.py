@@ -40,7 +40,7 @@ def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
-    """Formats the same as GitHub's Markdown, for a comment on a pull request, with modules and phases folded."""
+    """Formats the differences as GitHub's Markdown, for a comment on a pull request, with modules and phases folded."""
     parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
     parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
     for name, device in diff.devices.items():
@@ -82,7 +82,7 @@ def _category_rows(device: DeviceDiff) -> Iterator[Row]:
 
 
 def _module_rows(modules: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
-    # A module whose categories change while its sum stays is a change as well.
+    # A module whose categories change while its sum does not is a change as well.
     ordered = sorted(modules.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
     for module, sizes in ordered[:_TOP_MODULES]:
         yield module or "(no module)", format_signed_bytes(sum(sizes.values())), _largest_change(sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a profile in the formats that the command `report` knows."""
+"""Writes a profile in the formats of the command `report`."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -30,8 +30,9 @@ class Format:
 
     Attributes:
         suffixes: file name suffixes; the first is the default.
-        write: writes a view to a path, and returns the files if they are not just that path.
-        needs: arguments for profiles.optional.require: a module that only this format needs, and what needs it.
+        write: writes a view to a path, and returns the files if there are others than that path.
+        needs: arguments for profiles.optional.require: a module that only this format needs, and the features that need
+            it.
     """
 
     suffixes: tuple[str, ...]
@@ -62,11 +63,11 @@ def export(view: ProfileView | JobView, wanted: Mapping[str, str | os.PathLike[s
 
     Args:
         view: the profile, with its directory, or the job.
-        wanted: by format the file; None is `memprof` with the format's suffix, in the profile's directory.
+        wanted: the file by format; None is `memprof` with the format's suffix, in the profile's directory.
 
     Raises:
         MemprofError: before anything is written, for an unknown format, another suffix than the format's, one of the
-            profile's own files, or a package that is missing; and where a file cannot be written.
+            profile's own files, or a missing package; and if a file cannot be written.
     """
     assert view.directory is not None
     paths = {name: output_path(name, path, view.directory) for name, path in wanted.items()}
@@ -83,7 +84,7 @@ def export(view: ProfileView | JobView, wanted: Mapping[str, str | os.PathLike[s
 
 
 def output_path(name: str, path: str | os.PathLike[str] | None, home: Path) -> Path:
-    """Returns the file of the format `name` for the profile in `home`. `path` and errors are those of `export`."""
+    """Returns the file of the format `name` for the profile in `home`. See `export` for `path` and errors."""
     format = FORMATS.get(name)
     if format is None:
         raise MemprofError(f"{name!r} is not a format of a report: choose one of {', '.join(FORMATS)}")

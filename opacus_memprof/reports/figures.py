@@ -35,9 +35,9 @@ def saved_figure(
     """Yields a new figure, and saves it to `path` as a PNG at the end of the block.
 
     Args:
-        path: replaced atomically; its directory is made.
+        path: the file, replaced atomically; its directory is made.
         theme: "light" or "dark".
-        size: width and height in inches, at 150 dots an inch.
+        size: width and height in inches, at 150 dots per inch.
 
     Raises:
         MemprofError: matplotlib is not installed, or `path` cannot be written.
@@ -88,7 +88,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
 
 
 def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
-    """Gives an axis at most `ticks` ticks, at round numbers of the unit that suits `largest` bytes, like `1.5 GiB`."""
+    """Gives an axis at most `ticks` ticks, at round numbers of the unit that fits `largest` bytes, like `1.5 GiB`."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     unit, scale = next((item for item in reversed(_UNITS.items()) if largest >= item[1]), ("B", 1))
@@ -110,7 +110,9 @@ def stacked_areas(axes: "Axes", x: Sequence[float], columns: Mapping[str, Sequen
     """Draws bytes by category over x, as steps: row i lasts from x[i] until x[i + 1].
 
     Args:
-        columns: by category, of x's length.
+        axes: the axes.
+        x: the positions of rows.
+        columns: bytes by category, each of x's length.
     """
     present = stack_order(category for category, column in columns.items() if any(column))
     if present:
@@ -138,7 +140,10 @@ def stacked_bars(
     """Draws a horizontal bar of bytes by category for each name, from top to bottom.
 
     Args:
-        colors: by part, in the order of the stack, if the parts of bars are not categories.
+        axes: the axes.
+        names: the labels of bars.
+        rows: bytes by category of each bar.
+        colors: colours by part, in the order of the stack, if the parts of bars are not categories.
         texts: texts at the ends of the bars, instead of their sums.
     """
     ends = [0] * len(rows)
@@ -159,7 +164,7 @@ def stacked_bars(
             fontsize=8,
         )
     label_bars(axes, names)
-    width = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # room for what is written
+    width = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # space for the texts
     axes.set_xlim(0, width)
     byte_axis(axes.xaxis, width)
 
@@ -175,11 +180,17 @@ def label_bars(axes: "Axes", names: Sequence[str]) -> None:
 def phase_strip(
     axes: "Axes", events: Sequence[float], phases: Sequence[str], steps: Sequence[int], height: tuple[float, float]
 ) -> None:
-    """Draws the program's phase from each event until the next. Idle time between two parts of one phase in one step
-    counts as that phase, because worker threads that allocate for a backward are in no phase of their own.
+    """Draws the program's phase from each event until the next.
+
+    Idle time between two parts of one phase in one step counts as that phase, because worker threads that allocate for
+    a backward are in no phase.
 
     Args:
-        height: of the lower and upper edge, as parts of the axes' height.
+        axes: the axes.
+        events: numbers of events.
+        phases: the phase after each event.
+        steps: the step after each event.
+        height: lower and upper edge, as fractions of the axes' height.
     """
     phases, last = list(phases), 0  # the last row that was not idle
     for row, phase in enumerate(phases):
@@ -208,7 +219,7 @@ def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **pl
 
 
 def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
-    """Draws one legend of these axes to the right, with each label once, in the order of the stack from its top."""
+    """Draws one legend of these axes on the right, with each label once, in the order of the stack from its top."""
     entries: dict[str, Any] = {}
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):

@@ -2,8 +2,8 @@
 """Writes a snapshot in the format of torch.cuda.memory._snapshot(), for pytorch.org/memory_viz.
 
 torch.cuda._memory_viz reads it too. `category` colours the timeline, as in torch's own profile_plot. `user_metadata`
-and `frames` contain the category, module, phase and op of a block. A block that changes its category is
-freed and allocated again, as profile_plot does.
+and `frames` contain the category, module, phase and op of a block. A block that changes its category is freed and
+allocated again, as in profile_plot.
 """
 
 import json
@@ -20,9 +20,9 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 
-MAX_EVENTS = 200_000  # of a device: the viewer holds each of them
+MAX_EVENTS = 200_000  # of a device: the viewer keeps each of them
 _PROTOCOL = 4  # the newest that the viewer reads
-_SEGMENT_GAP = 2**21  # blocks that are nearer share a segment
+_SEGMENT_GAP = 2**21  # closer blocks share a segment
 _POOL = (0, 0)
 
 Entry = dict[str, Any]
@@ -43,10 +43,10 @@ def write_memory_viz(view: ProfileView, path: str | os.PathLike[str]) -> None:
     """Writes the snapshot as a pickle, and replaces `path` atomically.
 
     `cuda:i` is device i, and the CPU is the device after those (0 without a GPU). A device with more than MAX_EVENTS
-    events of blocks is shown around its peak, with what was live before as allocated at the beginning.
+    events of blocks is shown around its peak; earlier live blocks are shown as allocated at the beginning.
 
-    The event file has no segments: the snapshot's are the ranges of addresses that the blocks took. It does not have
-    the device's free memory at a failed allocation either, which is 0 in the snapshot.
+    The event file has no segments: the snapshot's segments are the address ranges of the blocks. It does not have the
+    device's free memory at a failed allocation either, which is 0 in the snapshot.
 
     Raises:
         MemprofError: events.bin is not readable, or `path` cannot be written.
@@ -142,7 +142,7 @@ class _Trace:
     def _describe_block(
         self, category: int, module: int, op: int, phase: int, step: int
     ) -> tuple[str, str, list[Entry]]:
-        """A block's category, its description as JSON, and the same as a stack, the innermost frame first."""
+        """Returns a block's category, its description as JSON, and the same as a stack, the innermost frame first."""
         names = self._names
         facts = {"category": names.reported_category(category), "module": names.module(module)}
         facts |= {"op": names.op(op), "phase": names.phase(phase)}
@@ -154,7 +154,7 @@ class _Trace:
         return facts["category"], json.dumps({**facts, "step": step}), frames
 
     def segments(self, device: int) -> list[Entry]:
-        """The ranges of addresses, with what is live in them and the gaps between."""
+        """Returns the address ranges, with their live blocks and the gaps in between."""
         result: list[Entry] = []
         blocks = sorted(self._live.values())
         index = 0
@@ -211,7 +211,7 @@ def _block(row: Mapping[str, int]) -> _Block:
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
-    """The blocks of these births and retags, with their numbers, in order of birth."""
+    """Yields the blocks of these births and retags, with their numbers, in order of birth."""
     last = {row["block"]: row for row in _python_rows(rows[rows["kind"] == RETAG])}
     for row in _python_rows(rows[rows["kind"] != RETAG]):
         later = last.get(row["block"], row)
@@ -219,7 +219,7 @@ def _blocks(rows: Rows) -> Iterator[tuple[int, _Block]]:
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorts ranges, and merges those that overlap or are nearer than _SEGMENT_GAP."""
+    """Sorts ranges, and merges ranges that overlap or are closer than _SEGMENT_GAP."""
     result: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1] + _SEGMENT_GAP:

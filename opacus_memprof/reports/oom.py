@@ -48,7 +48,7 @@ def headline(report: OomReport) -> str:
 
 
 def exception_note(report: OomReport, path: str) -> str:
-    """Formats the note on the exception of the failed allocation; `path` is that of the report."""
+    """Formats the note on the exception of the failed allocation; `path` is the path of the report."""
     largest = list(report.holders.categories.items())[:3]
     lines = [f"opacus-memprof: {headline(report)}"]
     if mark := virtual_mark(report.virtual):
@@ -116,7 +116,7 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
 
 
 def select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
-    """Returns the first suggestions that fit, or else those that save the most."""
+    """Returns the first suggestions that fit or, if none fits, the most effective ones."""
     fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
     return (fitting or suggestions)[:_TOP_SUGGESTIONS]
 
@@ -124,7 +124,7 @@ def select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChan
 def _print_suggestions(report: OomReport, console: Console) -> None:
     shown = select_suggestions(report.suggestions)
     if not shown:
-        console.print("\nNothing is known that would make it fit.")
+        console.print("\nNo known change would make it fit.")
     for number, suggestion in enumerate(shown, 1):
         fits = {True: "[green]fits[/]", False: "[yellow]not enough alone[/]", None: ""}[suggestion.fits]
         console.print(

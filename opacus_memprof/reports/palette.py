@@ -31,7 +31,7 @@ _OWN_COLORS = ("#7a5c2e", "#b39b6d", "#5d6327", "#a3a55b", "#8a6f63", "#c9b1a2",
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture, other than those of categories and phases."""
+    """The colours of a picture, except those of categories and phases."""
 
     background: str
     text: str
@@ -47,7 +47,8 @@ THEMES = {
 
 
 def category_color(category: str) -> str:
-    """Returns the colour of a category, `#rrggbb`. A category of the program's own has the same colour in every report;
-    two of them may share one.
+    """Returns the colour of a category, `#rrggbb`.
+
+    A category of the program's own has the same colour in every report; two of them may share one.
     """
     return CATEGORY_COLORS.get(category) or _OWN_COLORS[zlib.crc32(category.encode()) % len(_OWN_COLORS)]

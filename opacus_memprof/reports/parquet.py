@@ -48,7 +48,7 @@ def _schema(pa: Any) -> Any:
 
 
 def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -> list[Any]:
-    """The table's columns; `live` are the bytes of each device before the rows, and after them on return."""
+    """Returns the table's columns. `live` has the bytes of each device before the rows and, on return, after them."""
     names = events.names
     kind = rows["kind"]
     numbered = np.isin(kind, (STEP, SNAPSHOT, GAP))
@@ -84,7 +84,7 @@ def _columns(pa: Any, rows: Rows, events: Events, live: npt.NDArray[np.int64]) -
 
 
 def _live_bytes(rows: Rows, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The live bytes of each row's device, after the row."""
+    """Returns the live bytes of each row's device, after the row."""
     born, died = np.isin(rows["kind"], (ALLOC, SEED)), rows["kind"] == FREE
     change = np.where(born, 1, np.where(died, -1, 0)) * rows["bytes"].astype(np.int64) * (rows["block"] >= 0)
     result = np.zeros(len(rows), np.int64)

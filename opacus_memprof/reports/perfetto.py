@@ -16,8 +16,8 @@ from opacus_memprof.profiles.profile import Timeline
 from opacus_memprof.profiles.units import format_bytes
 
 TIMELINE_ROWS = 20_000  # of a device; the peak is always among them
-MAX_SLICES = 50_000  # of steps, and of phases: of more, the longest
-# Kinds of events whose phase is the thread's: a seed has that of its birth, and a retag does not know of backward.
+MAX_SLICES = 50_000  # of steps, and of phases; the longest are kept
+# Kinds of events whose phase is the thread's: a seed has the phase of its birth, and a retag ignores backward.
 _PHASE_KINDS = (ALLOC, FREE, PHASE, STEP, OOM)
 _SEQUENCE = 1
 _PROCESS = 1  # uuids of tracks count from here
@@ -26,10 +26,10 @@ _PROCESS = 1  # uuids of tracks count from here
 def write_perfetto(view: ProfileView, path: str | os.PathLike[str]) -> None:
     """Writes a Perfetto trace (protobuf) and replaces `path` atomically. Times are nanoseconds since recording started.
 
-    For each device a counter of its requested bytes and one for each category, exact at up to TIMELINE_ROWS instants
-    that are chosen as profile.json's timeline is; each value holds until the next. A track of steps, and one of phases
-    for each thread. Instants: allocations that failed, snapshots, the peaks, and at the first device's peak the
-    findings.
+    Each device has a counter of its requested bytes and one for each category, exact at up to TIMELINE_ROWS instants,
+    which are chosen as in profile.json's timeline; each value holds until the next. There is a track of steps, and one
+    of phases for each thread. Instants are allocations that failed, snapshots, the peaks, and, at the first device's
+    peak, the findings.
 
     Raises:
         MemprofError: perfetto is not installed, events.bin is not readable, or `path` cannot be written.
@@ -38,7 +38,7 @@ def write_perfetto(view: ProfileView, path: str | os.PathLike[str]) -> None:
     trace = _Trace(proto, view)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         for packet in trace.packets():
-            # A trace is the concatenation of traces: a packet at a time never holds the whole.
+            # A trace is the concatenation of traces: writing one packet at a time never holds the whole.
             file.write(proto.Trace(packet=[packet]).SerializeToString())
 
 
@@ -75,7 +75,7 @@ class _Trace:
         return packet
 
     def _track(self, name: str, parent: int = _PROCESS) -> Any:
-        """The description of a new track, with the next uuid."""
+        """Returns the description of a new track, with the next uuid."""
         self._uuid += 1
         packet = self._packet()
         packet.track_descriptor.uuid = self._uuid
@@ -86,7 +86,7 @@ class _Trace:
     def _event(
         self, kind: str, track: int, time_ns: int, name: str = "", notes: Mapping[str, Any] | None = None
     ) -> Any:
-        # A time before the start is of a system clock that was set back.
+        # A time before the start comes from a system clock that was set back.
         packet = self._packet(max(time_ns, 0))
         event = packet.track_event
         event.type = getattr(event, f"TYPE_{kind}")
@@ -122,7 +122,7 @@ class _Trace:
                     before = size
 
     def _slices(self, events: Events) -> Iterator[Any]:
-        """The tracks of steps, which end at their events, and of each thread's phases, from its events."""
+        """Yields the tracks of steps, which end at their events, and of each thread's phases, from its events."""
         ends: list[Rows] = []
         phase_changes: dict[int, list[Rows]] = {}
 
@@ -143,19 +143,19 @@ class _Trace:
             until = self._before_gaps(
                 rows["time_ns"], np.append(rows["time_ns"][1:], max(end, int(rows["time_ns"][-1])))
             )
-            busy = rows["phase"] != 0  # idle is where nothing is drawn
+            busy = rows["phase"] != 0  # nothing is drawn for idle time
             labels = [events.names.phase(phase) for phase in rows["phase"][busy].tolist()]
             name = f"{events.names.thread(thread)}: phases"
             yield from self._row_of_slices(name, rows["time_ns"][busy], until[busy], labels)
 
     def _after_gaps(self, starts: Any, ends: Any) -> Any:
-        """The starts of slices, of which one that began in a gap or before it begins at the gap's end."""
+        """Returns the starts of slices. A slice that began in a gap or before it begins at the gap's end."""
         for gap in self._profile.events.gaps:
             starts = np.where((starts <= gap.time_ns) & (ends >= gap.end_ns), gap.end_ns, starts)
         return starts
 
     def _before_gaps(self, starts: Any, ends: Any) -> Any:
-        """The ends of slices, of which one that goes on in a gap ends where the gap begins."""
+        """Returns the ends of slices. A slice that continues in a gap ends where the gap begins."""
         for gap in self._profile.events.gaps:
             ends = np.where((starts <= gap.time_ns) & (ends > gap.time_ns), gap.time_ns, ends)
         return ends
@@ -194,7 +194,7 @@ class _Trace:
 
 
 def _changes(rows: Rows) -> Rows:
-    """The rows of a thread whose phase differs from that of the row before."""
+    """Returns the rows of a thread whose phase differs from that of the previous row."""
     changes = np.ones(len(rows), np.bool_)
     changes[1:] = rows["phase"][1:] != rows["phase"][:-1]
     changed: Rows = rows[changes]

@@ -32,8 +32,9 @@ _LABELLED_STEPS = 15
 
 
 def picture_paths(view: ProfileView, path: str | os.PathLike[str]) -> dict[tuple[str, str], Path]:
-    """Returns the files of write_pictures by device and theme: `a.png` and `a-dark.png`, with the device's name between
-    if there are several.
+    """Returns the files of write_pictures by device and theme: `a.png` and `a-dark.png`.
+
+    With several devices, the device's name is in between.
     """
     target = Path(path)
     devices = list(view.devices) or [""]
@@ -77,7 +78,7 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
             (grid[3, 1], "component", components),
         ]
         bars = []
-        for cell, title, parts in (place for place in places if place[2]):  # one that counters saw has no modules
+        for cell, title, parts in (place for place in places if place[2]):  # a peak from counters has no modules
             axes = figure.add_subplot(cell)
             axes.set_title(f"At the peak, by {title}")
             names = [shorten_name(part.name or "(no module)", _LABEL_LENGTH) for part in parts]
@@ -97,14 +98,14 @@ def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
 
 
 def _place_event(event: int, gaps: Sequence[EventGap]) -> int:
-    """Returns the number of recorded events before an event. The picture's axis leaves out gaps."""
+    """Returns the number of recorded events before an event. The picture's axis omits gaps."""
     return event - sum(gap.events for gap in gaps if gap.first_event + gap.events <= event)
 
 
 def _draw_timeline(axes: "Axes", device: Device, timeline: Timeline, gaps: Sequence[EventGap], theme: Theme) -> None:
     peak, events = device.peak, timeline.event
     stacked_areas(axes, events, timeline.categories)
-    if not events:  # a device of which the event files have nothing
+    if not events:  # a device without any events in the files
         axes.set_xlim(0, 1)
     axes.tick_params(labelbottom=False)
     highest = peak.requested_bytes
@@ -152,7 +153,7 @@ def _describe_instant(size: int, moment: Peak | FailedAllocation) -> str:
 
 
 def _mark(axes: "Axes", event: int, size: int, text: str, color: str, line: int = 0) -> None:
-    """Marks a point with a text, which stands `line` lines above it, on the side that has more room."""
+    """Marks a point with a text, `line` lines above it, on the side that has more space."""
     low, high = axes.get_xlim()
     right = event > (low + high) / 2
     axes.plot([event], [size], marker="v", color=color, markersize=7, clip_on=False)

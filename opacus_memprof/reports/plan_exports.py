@@ -48,7 +48,7 @@ class Candidate:
     """A configuration of a plan.
 
     Attributes:
-        label: how it differs from the others.
+        label: a label that distinguishes it from the others.
         gpu: the kind of GPU.
         value: value of the searched argument; None without one.
         run: the run with the largest value that fits, or the only run.
@@ -63,8 +63,10 @@ class Candidate:
 
 
 def _candidates(plan: Plan) -> list[Candidate]:
-    """Returns the candidates with an answer, in the order of the table. A plan of a single configuration has the
-    configuration itself, the same with more memory, and each tried advice.
+    """Returns the candidates with an answer, in the order of the table.
+
+    For a plan of a single configuration, these are the configuration itself, the same with more memory, and each tried
+    advice.
     """
     if plan.verdict is not UNSET:
         verdict = plan.verdict
@@ -85,8 +87,9 @@ def _cells(plan: Plan) -> list[PlanCell]:
 
 
 def _answer(plan: Plan, cell: PlanCell) -> RunOfValue | None:
-    """Returns the run with the largest value that fits, or the only run if no value is searched; None without an
-    answer.
+    """Returns the run with the largest value that fits, or the only run if no value is searched.
+
+    Returns None without an answer.
     """
     searched = plan.search is not UNSET and plan.search is not None
     wanted = cell.largest if searched else 0
@@ -94,7 +97,7 @@ def _answer(plan: Plan, cell: PlanCell) -> RunOfValue | None:
 
 
 def _cell_label(cell: PlanCell) -> str:
-    """`seq-length=512, ghost, expandable_segments:True on h100`."""
+    """Returns the label of a cell: `seq-length=512, ghost, expandable_segments:True on h100`."""
     words = [f"{name}={value}" for name, value in cell.fixed.items()]
     words += [word for word in (cell.mode, cell.settings) if word]
     return f"{', '.join(words)} on {cell.gpu}" if words else cell.gpu
@@ -118,12 +121,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, PlannedRun]]:
 
 
 def write_plan_html(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes the page to `path`, atomically. Raises MemprofError where it cannot."""
+    """Writes the page to `path`, atomically. Raises MemprofError if it cannot be written."""
     write_text(path, _plan_page(plan))
 
 
 def _plan_page(plan: Plan) -> str:
-    """Builds the page of a plan: candidates beside the reservable memory, largest values, advice and drawn batches."""
+    """Builds the page of a plan: candidates and the reservable memory, largest values, advice, drawn batches."""
     shown = _candidates(plan)
     content = {
         "title": _title(plan),
@@ -240,7 +243,7 @@ def _draw_draws(axes: "Axes", draws: PlanDraws, theme: Theme) -> None:
 def write_plan_csv(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a row for each run: COLUMNS, and the bytes by category at its peak as `CATEGORY_bytes`.
 
-    `value` is that of the searched argument, and empty without one.
+    `value` is the value of the searched argument, and empty without one.
 
     Raises:
         MemprofError: `path` cannot be written.

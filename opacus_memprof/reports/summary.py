@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what comes first of a profile: the verdict, what would change it, and what was held, on one screen.
+"""Prints the first screen of a profile: the verdict, possible improvements, and the live memory.
 
-`report --full` prints all tables (reports.text), and oom_report.txt has the whole of a failed allocation (reports.oom).
+`report --full` prints all tables (reports.text), and oom_report.txt has the complete report of a failed allocation
+(reports.oom).
 """
 
 import re
@@ -32,7 +33,7 @@ from opacus_memprof.reports.text import (
 _FIXES = 3
 _CATEGORIES = 5
 _MODULES = 5
-_MATERIAL = 0.1  # the part of the peak from which per-sample gradients are worth another mode
+_MATERIAL = 0.1  # the fraction of the peak above which per-sample gradients justify another mode
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -41,10 +42,10 @@ class ModuleRow:
     """A module, or modules whose names differ in one number.
 
     Attributes:
-        name: such as "blocks.[0-11].mlp".
+        name: the name, such as "blocks.[0-11].mlp".
         count: the number of modules.
         largest: the bytes of the largest one.
-        total: of all.
+        total: the bytes of all.
     """
 
     name: str
@@ -124,7 +125,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
 
 
 def print_failure(report: OomReport, console: Console) -> None:
-    """Prints the first screen of a failed allocation: what was short, what would fit, what was held."""
+    """Prints the first screen of a failed allocation: the missing memory, changes that fit, and the live memory."""
     request = report.request
     moment = format_moment(request.phase, request.step, request.logical_step)
     what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
@@ -139,7 +140,7 @@ def print_failure(report: OomReport, console: Console) -> None:
 
 
 def _needs(report: OomReport) -> list[str]:
-    """Returns what the step needs, and what there is room for with this run's rounding and fragments."""
+    """Returns the memory that the step needs, and the available memory with this run's rounding and fragments."""
     room, needed = report.room, report.needed.bytes
     parts = [f"needs {format_bytes(needed)}"]
     usable = next((x for x in (room.capacity_bytes, room.may_reserve_bytes, room.limit_bytes) if x is not None), None)
@@ -154,7 +155,7 @@ def _print_suggestions(report: OomReport, console: Console) -> None:
     shown = select_suggestions(report.suggestions)[:_FIXES]
     console.print()
     if not shown:
-        console.print("Nothing is known that would make it fit.")
+        console.print("No known change would make it fit.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints profiles, and jobs of several ranks, to a terminal. Its tables and bars are those of all reports there."""
+"""Prints profiles, and jobs of several ranks, to a terminal. All terminal reports use its tables and bars."""
 
 import io
 import textwrap
@@ -24,7 +24,7 @@ _STATUS = ""  # the title of the column of ranks that did not finish
 
 
 def print_report(view: ProfileView | JobView, console: Console) -> None:
-    """Prints a profile or a job, and what is known of its privacy."""
+    """Prints a profile or a job, and the result of its privacy check."""
     if isinstance(view, JobView):
         print_job(view, console)
     else:
@@ -52,7 +52,7 @@ def print_profile(view: ProfileView, console: Console) -> None:
 
 
 def print_job(view: JobView, console: Console) -> None:
-    """Prints the peaks of a job's ranks, what makes them differ, and the findings."""
+    """Prints the peaks of a job's ranks, the reasons for their differences, and the findings."""
     _print_header(f"{view.title}, {status_markup(view.summary)}", view.summary, view.virtual_mark, console)
     if not view.ranks:
         console.print("No memory was allocated on a device that was profiled.")
@@ -74,7 +74,7 @@ def print_job(view: JobView, console: Console) -> None:
 
 
 def print_findings(findings: Sequence[Finding], console: Console, count: int = _FINDINGS) -> None:
-    """Prints findings: of each kind the first `count` in full, and the number of the others."""
+    """Prints the first `count` findings of each kind, and the number of the others."""
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.kind, []).append(finding)
@@ -113,7 +113,7 @@ def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, c
 
 
 def status_markup(profile: Profile | JobSummary) -> str:
-    """The status as markup, in its colour."""
+    """Returns the status as markup, in its colour."""
     status = profile.status
     return f"[{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
 
@@ -126,7 +126,7 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
 
 
 def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
-    """A table without borders: a first column `name`, columns of numbers, columns of words."""
+    """Returns a table without borders: a first column `name`, columns of numbers, columns of words."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(name, overflow="ellipsis", no_wrap=True)
     for column in numbers:
@@ -137,7 +137,7 @@ def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Tab
 
 
 def bar(part: int, whole: int) -> str:
-    """A bar of eighths of a character, at most _BAR characters long."""
+    """Returns a bar of eighths of a character, at most _BAR characters long."""
     eighths = max(0, min(round(8 * _BAR * part / whole), 8 * _BAR)) if whole else 0
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
@@ -209,8 +209,9 @@ def print_check(check: Check, console: Console) -> None:
 
 
 def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -> None:
-    """Prints the columns that have a cell with text. Columns named in `words` are aligned to the left, and shortened if
-    the terminal is too narrow.
+    """Prints the columns that have a cell with text.
+
+    Columns named in `words` are aligned to the left, and shortened if the terminal is too narrow.
     """
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

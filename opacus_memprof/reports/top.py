@@ -15,7 +15,7 @@ from opacus_memprof.reports.text import bar, table_of
 
 _TOP_MODULES = 8
 _SPARKS = "▁▂▃▄▅▆▇█"
-_NEWEST_STEPS = 60  # of the trend's line
+_NEWEST_STEPS = 60  # in the trend's line
 _STYLE = {"running": "cyan", "ended": "green", "killed": "red"}
 
 

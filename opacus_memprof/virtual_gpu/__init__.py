@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual GPU: CUDA trainings run and are profiled without a GPU. It computes nothing, and accounts for all memory.
+"""The virtual GPU: runs and profiles CUDA trainings without a GPU. It computes nothing, but accounts for all memory.
 
 The libraries of csrc/virtual_gpu replace CUDA's in this process only. They are loaded before torch with RTLD_GLOBAL, so
-that torch's libraries resolve their symbols there first. No environment variable is used, so that no other program gets
-a virtual GPU by accident.
+that torch's libraries resolve their symbols there first. No environment variable is used, so no other program gets a
+virtual GPU by accident.
 """
 
 from opacus_memprof.virtual_gpu.describe import begin_run, describe_gpus, describe_limits, describe_run

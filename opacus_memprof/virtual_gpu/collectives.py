@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces collectives of Python objects, and the splitting of groups, in torch.distributed: the virtual NCCL sends
-nothing between ranks.
+"""Replaces collectives of Python objects, and the splitting of groups, in torch.distributed.
 
-Gathered objects are copies of this rank's, as gathered tensors are. Objects that one rank gives to others
-(broadcast_object_list, scatter_object_list) go through the job's store if the ranks are processes, as under torchrun,
-because programs rely on getting that rank's object.
+This is needed because the virtual NCCL sends nothing between ranks. Gathered objects are copies of this rank's, as
+gathered tensors are. Objects that one rank gives to others (broadcast_object_list, scatter_object_list) go through the
+job's store if the ranks are processes, as under torchrun, because programs rely on getting that rank's object.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ _NAME = "torch.distributed.distributed_c10d"
 
 
 def install(library: ctypes.CDLL) -> None:
-    """Patches torch.distributed, as soon as it is imported. `library` contains the virtual NCCL."""
+    """Patches torch.distributed as soon as it is imported. `library` contains the virtual NCCL."""
 
     def patch() -> None:
         from torch.distributed import distributed_c10d
@@ -110,7 +109,7 @@ def _simulates_one_rank() -> bool:
 
 
 def _pass_split_sizes(c10d: Any, library: ctypes.CDLL) -> None:
-    """Tells the virtual NCCL the size of each new group. The real one finds it by communicating with all ranks."""
+    """Tells the virtual NCCL the size of each new group. The real one communicates with all ranks to find it."""
     color_of = c10d._process_group_color
 
     def color_with_size(ranks: list[int]) -> int:

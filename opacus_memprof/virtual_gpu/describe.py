@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the virtual GPUs of a run for its profile, and what the run used that a virtual GPU cannot know."""
+"""Describes the virtual GPUs of a run for its profile, and the unknown values that the run used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ _MAX_WARNINGS = 20  # of one kind; profile.json has all uses
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often the process has used what a virtual GPU does not know, since the process started."""
+    """The number of uses of unknown values since the process started."""
 
     unknown_reads: "list[Use]" = field(default_factory=list)
     assumed_shapes: "list[Use]" = field(default_factory=list)
@@ -53,8 +53,9 @@ _at_begin = _Counts()
 
 
 def begin_run() -> None:
-    """Makes `describe_run` and `describe_limits` count from now on: a process may record several profiles. Imports
-    torch.
+    """Makes `describe_run` and `describe_limits` count from now on. Imports torch.
+
+    A process may record several profiles.
     """
     global _at_begin
     if active() is not None:
@@ -135,10 +136,10 @@ def _kernel_warnings(gpu: Gpu) -> list[str]:
 
 
 def _runs_on(kernel: str, major: int, minor: int) -> bool:
-    """Whether code for `kernel` (sm_90, sm_90a, or compute_90 for PTX) runs on a compute capability.
+    """Returns whether code for `kernel` (sm_90, sm_90a, or compute_90 for PTX) runs on a compute capability.
 
-    Machine code runs on the same major version, PTX on any newer one, and code for a specific architecture (90a) on
-    that one only.
+    Machine code runs on the same major version, PTX on any newer one, and code for a specific architecture (90a) only
+    on that one.
     """
     kind, _, version = kernel.partition("_")
     digits = version.rstrip("af")

@@ -5,14 +5,14 @@ Sources of the figures:
 
 - `Limits`: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". 7.0 is in the guides up to
   CUDA 12.9.
-- multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on that GPU. Of the B200:
+- multiprocessors, L2 cache, bus and clocks: published output of CUDA's `deviceQuery` on that GPU. For the B200:
   `cudaGetDeviceProperties` and nvidia-smi (https://github.com/pytorch/ao/pull/4002).
-- total_memory: `torch.cuda.get_device_properties(0).total_memory`, which `deviceQuery` also prints. It is a little less
+- total_memory: `torch.cuda.get_device_properties(0).total_memory`, which `deviceQuery` also prints. It is slightly less
   than the name says, because ECC and the driver reserve some, and differs by up to 0.4 % between drivers. The comment
   of each row names the driver by the CUDA version that it supports.
 - context_memory: measured on the H200 only; see `Gpu.context_memory`.
 
-The H200's row was read from `torch.cuda.get_device_properties` on one.
+The H200's row was read from `torch.cuda.get_device_properties` on a real one.
 """
 
 import ctypes
@@ -76,11 +76,11 @@ class Gpu:
     def kernel_architecture(self, kernels: Sequence[int]) -> int:
         """Returns the architecture, such as 90, of the kernels that torch runs on this GPU.
 
-        This is the newest one of the GPU's major version that is not newer than the GPU. If a real GPU of this kind
-        could run none of the kernels, it is the oldest one.
+        This is the newest architecture of the GPU's major version that is not newer than the GPU. If a real GPU of this
+        kind could not run any of the kernels, it is the oldest one.
 
         Args:
-            kernels: the architectures that torch has kernels for.
+            kernels: the architectures for which torch has kernels.
         """
         capability = 10 * self.major + self.minor
         runnable = [kernel for kernel in kernels if kernel // 10 == self.major and kernel <= capability]
@@ -90,14 +90,17 @@ class Gpu:
     def context_memory(self) -> int:
         """The bytes that a CUDA context uses before the first allocation.
 
-        Measured on the H200. For others it is scaled by the number of threads that can be resident, because most of it
-        is their local memory.
+        Measured on the H200. For other kinds it is scaled by the number of resident threads, because most of it is
+        their local memory.
         """
         threads = self.multiprocessors * LIMITS[self.capability].threads_per_multiprocessor
         return _CONTEXT_OF_H200 * threads // _THREADS_OF_H200
 
     def as_structure(self, kernels: Sequence[int]) -> "DeviceProperties":
-        """The properties as csrc/virtual_gpu takes them. `kernels`: the architectures that torch has kernels for."""
+        """Returns the properties as a struct for csrc/virtual_gpu.
+
+        `kernels` lists the architectures for which torch has kernels.
+        """
         limits = LIMITS[self.capability]
         return DeviceProperties(
             name=self.name.encode(),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches transformers' `from_pretrained` to create models from their configuration, without downloading or reading
-weights.
+"""Patches transformers' `from_pretrained` to create models from their configuration, without weights.
 
-Large parameters are allocated but never written, so that their pages take no host memory; a virtual GPU does not read
-them either. Small ones (norms, biases, rotary frequencies) have the values that transformers initializes them with.
+Weights are neither downloaded nor read. Large parameters are allocated but never written, so that their pages take no
+host memory; a virtual GPU does not read them either. Small ones (norms, biases, rotary frequencies) have the values
+with which transformers initializes them.
 
 Imports torch.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_memprof.errors import MemprofError
 
-# Options of `from_pretrained`, about loading (a configuration would mistake them for its settings), files and the hub.
+# Options of `from_pretrained` for loading (a configuration would mistake them for its settings), files and the hub.
 _LOADING_OPTIONS = (
     *("attn_implementation", "device_map", "device_mesh", "distributed_config", "dtype", "experts_implementation"),
     *("generation_config", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder"),
@@ -27,7 +27,7 @@ _LOADING_OPTIONS = (
 _FILE_OPTIONS = ("use_safetensors", "variant", "weights_only", "key_mapping", "ignore_mismatched_sizes", "disable_mmap")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-_SMALL = 2**20  # bytes; tensors up to this size are written. The same as kSmall of csrc/virtual_gpu/machine/limits.h
+_SMALL = 2**20  # bytes; tensors up to this size are written. Equals kSmall of csrc/virtual_gpu/machine/limits.h
 
 _FACTORIES = {
     getattr(torch.ops.aten, name)

@@ -61,7 +61,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
 
     Args:
         kind: a key of `GPUS`.
-        memory: bytes of each GPU. Default: the kind's.
+        memory: bytes of each GPU. Default: those of its kind.
         count: the number of GPUs.
 
     Raises:
@@ -77,7 +77,7 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
         )
     if "torch" in sys.modules:
         raise MemprofError(
-            "torch is imported already, and a virtual GPU must be there before it: start it first, or use "
+            "torch is imported already, but a virtual GPU must be started before it: start it first, or use "
             "`opacus-memprof run --virtual-gpu`"
         )
     kernels = check_machine()
@@ -115,7 +115,7 @@ def load_no_weights() -> None:
 
 
 def choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
-    """Returns the properties of a kind, with `memory` if it is not None. Raises MemprofError as `start` does."""
+    """Returns the properties of a kind, with `memory` if it is not None. Raises MemprofError if a value is invalid."""
     gpu = find_gpu(kind)
     if not 1 <= count <= _MAX_DEVICES:
         raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MAX_DEVICES}")
@@ -168,10 +168,10 @@ def _set_libcuda_path(knobs: Any, libraries: Path) -> None:
 
 
 def _use_separate_cache(cache: Any) -> None:
-    """Gives Inductor a separate cache. The cache stores which kernels were fastest: measured on a virtual GPU, that is
-    meaningless, and must not be used on a real one.
+    """Gives Inductor a separate cache.
 
-    torch itself sets TORCHINDUCTOR_CACHE_DIR to its default folder if the program does not.
+    The cache stores which kernels were fastest. Measured on a virtual GPU, this is meaningless, and must not be used on
+    a real one. torch itself sets TORCHINDUCTOR_CACHE_DIR to its default folder if the program does not.
     """
     default = cache.default_cache_dir
     cache.default_cache_dir = lambda: default() + "_virtual_gpu"
@@ -198,9 +198,9 @@ def _use_one_compile_thread(config: Any) -> None:
 def _wait_for_threads_at_exit() -> None:
     """Makes the process wait at exit, for at most a second, until none of its other threads runs.
 
-    A thread of autograd drops Python objects shortly after the backward pass that it worked for has returned. If Python
-    finalizes at that moment, the thread aborts the process. With a real GPU the program is then still waiting for its
-    last kernels. With a virtual GPU there is nothing else to wait for.
+    A thread of autograd drops Python objects shortly after its backward pass has returned. If Python finalizes at that
+    moment, the thread aborts the process. With a real GPU the program is then still waiting for its last kernels. With
+    a virtual GPU there is nothing else to wait for.
 
     Call it before torch is imported: exit handlers run in reverse order, and torch's must run first.
     """
@@ -209,11 +209,11 @@ def _wait_for_threads_at_exit() -> None:
 
 def _wait(pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked child, which has none of these threads
+        return  # a forked child has none of these threads
     end = time.monotonic() + _EXIT_TIMEOUT_S
     idle_checks = 0
     while idle_checks < 2 and time.monotonic() < end:
-        time.sleep(_EXIT_PAUSE_S)  # releases the GIL, which such a thread waits for
+        time.sleep(_EXIT_PAUSE_S)  # releases the GIL, for which such a thread waits
         idle_checks = 0 if _other_threads_run() else idle_checks + 1
 
 

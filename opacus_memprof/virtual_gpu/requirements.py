@@ -14,7 +14,7 @@ from pathlib import Path
 from opacus_memprof.errors import MemprofError
 
 LIBRARIES = Path(__file__).with_name("lib")
-BUILT_FOR = "built_for.json"  # beside the libraries, from csrc/virtual_gpu/build.py: {"torch", "cuda", "kernels"}
+BUILT_FOR = "built_for.json"  # next to the libraries, from csrc/virtual_gpu/build.py: {"torch", "cuda", "kernels"}
 
 _WHEEL = "the wheel of `pip install torch` from PyPI for Linux has CUDA"
 _RUNTIME = re.compile(rb"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
@@ -44,7 +44,7 @@ def check_machine() -> list[int]:
     """Checks that a virtual GPU works here.
 
     Returns:
-        The architectures that torch has kernels for, such as 90.
+        The architectures for which torch has kernels, such as 90.
 
     Raises:
         MemprofError: the system is not Linux; torch is missing, was built without CUDA or has CUDA linked statically;
@@ -77,21 +77,23 @@ def _cuda_of_torch() -> int:
         raise MemprofError(f"a virtual GPU needs torch, which is not installed: {_WHEEL}")
     library = Path(next(iter(spec.submodule_search_locations))) / "lib" / "libc10_cuda.so"
     if not library.is_file():
-        raise MemprofError(f"the installed torch is a build without CUDA, which no virtual GPU can serve: {_WHEEL}")
+        raise MemprofError(
+            f"the installed torch is a build without CUDA, for which a virtual GPU cannot work: {_WHEEL}"
+        )
     match = _RUNTIME.search(library.read_bytes())
     if match is None:
         raise MemprofError(
-            "the installed torch has CUDA's runtime linked into it, where no virtual GPU can take its place: "
+            "the installed torch has CUDA's runtime linked into it, which a virtual GPU cannot replace: "
             f"{_WHEEL} as libraries of its own"
         )
     return int(match[1])
 
 
 def find_failure() -> tuple[str, bool] | None:
-    """Runs a small computation on a virtual GPU, in a new process: there torch is not imported yet.
+    """Runs a small computation on a virtual GPU, in a new process, where torch is not imported yet.
 
     Returns:
-        None if it works. Otherwise a sentence, and whether it comes from a MemprofError and so says what to do.
+        None if it works. Otherwise a sentence, and whether it comes from a MemprofError and so contains a remedy.
     """
     try:
         ran = subprocess.run(

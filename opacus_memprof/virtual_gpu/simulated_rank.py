@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates one rank of a job in this process, without the other ranks and without waiting for them.
 
-The environment variables are those that torchrun would set. torch.distributed gets a store that answers for the other
-ranks, NCCL is the virtual one, and gloo, which would connect to the others, is replaced by torch's fake backend.
+The environment variables are those of torchrun. torch.distributed gets a store that answers for the other ranks, and
+the virtual NCCL. gloo, which would connect to the others, is replaced by torch's fake backend.
 """
 
 import functools
@@ -110,7 +110,7 @@ def simulate_rank(
         ranks: all ranks of the job that are simulated. Default: this one.
 
     Raises:
-        MemprofError: as `check_ranks` and `local_world_size`; or this process simulates a rank already.
+        MemprofError: see `check_ranks` and `local_world_size`; or this process simulates a rank already.
     """
     global _simulated
     if _simulated is not None:
@@ -145,7 +145,7 @@ def _single_store() -> Any:
 
 
 def _replace_rendezvous() -> None:
-    """Makes every rendezvous return the single-rank store, whichever address the program gives."""
+    """Makes every rendezvous return the single-rank store, for any address that the program gives."""
     assert _simulated is not None
     default = _simulated
     # torch.distributed has a function of this name too.
@@ -194,9 +194,7 @@ def _replace_groups() -> None:
 
 
 class _GlooInstanceCheck(type):
-    """Makes isinstance(FakeProcessGroup(), GlooWithoutPeers) true: torch checks the type of the group that it has
-    created.
-    """
+    """Makes isinstance(FakeProcessGroup(), GlooWithoutPeers) true, because torch checks the type of a created group."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         from torch._C._distributed_c10d import FakeProcessGroup
@@ -205,8 +203,9 @@ class _GlooInstanceCheck(type):
 
 
 class GlooWithoutPeers(metaclass=_GlooInstanceCheck):
-    """Replaces ProcessGroupGloo by torch's fake backend, whose collectives behave as if every rank had this rank's data
-    (as far as the torch version supports that).
+    """Replaces ProcessGroupGloo by torch's fake backend.
+
+    Its collectives behave as if every rank had this rank's data, as far as the torch version supports that.
     """
 
     def __new__(cls, _store: Any, rank: int, size: int, *_: Any, **__: Any) -> Any:

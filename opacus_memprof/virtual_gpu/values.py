@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executes operations on small tensors of the virtual GPU on the CPU, so that they have real values.
 
-The virtual GPU computes nothing. But its memory is host memory, so an operation all of whose tensors are small (at most
-1 MiB each) is computed there, after the CUDA operation has allocated what it allocates. Labels, token ids, masks,
-counters, `unique`, `nonzero` and `item()` on data from the CPU then behave as on a real GPU.
+The virtual GPU computes nothing. But its memory is host memory, so an operation whose tensors are all small (at most 1
+MiB each) is computed there, after the CUDA operation has made its allocations. Labels, token ids, masks, counters,
+`unique`, `nonzero` and `item()` on data from the CPU then behave as on a real GPU.
 
-Values that were not computed read as zero, and what depends on them is reported:
+Values that were not computed read as zero, and their uses are reported:
 
 * Reads of such values by the host are counted, with the line of the program (`unknown_reads`).
 * A shape that depends on them is the one that zeros give or, if that is empty, the one that includes every element:
@@ -47,9 +47,9 @@ class Use:
     """A use of values that were not computed, by one line of the program.
 
     Attributes:
-        operation: such as "item".
+        operation: the operation, such as "item".
         line: "file:line"; empty if no line of the program called it, as on a thread of autograd.
-        count: how many times it happened.
+        count: the number of uses.
     """
 
     operation: str
@@ -82,7 +82,7 @@ def _patch_threads() -> None:
 
 
 def unknown_reads() -> list[Use]:
-    """Returns the host's reads of values that the virtual GPU has not computed. They read zeros."""
+    """Returns the host's reads of values that the virtual GPU has not computed. They read as zeros."""
     return _uses(_virtual.unknown_reads())
 
 

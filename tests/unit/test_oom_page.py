@@ -95,7 +95,7 @@ def test_a_long_name_widens_nothing(opened: Callable[[dict[str, Any]], Opened]) 
 
 def test_nothing_is_known(opened: Callable[[dict[str, Any]], Opened]) -> None:
     page = opened(EMPTY)
-    assert page.texts("#change p") == ["Nothing is known that would make it fit."]
+    assert page.texts("#change p") == ["No known change would make it fit."]
     assert page.texts("#held p") == ["nothing"] * 3
     assert page.texts("#needed p") == ["nothing"]
     assert page.texts("#layers p") == ["not known"]

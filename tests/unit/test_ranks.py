@@ -190,8 +190,8 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--csv"], "there is a page of them alone: use --html, or give one, as "),
-        (["--html", "--vanilla", "elsewhere"], "there is a page of them alone"),
+        (["--csv"], "only a page can be written: use --html, or give one, as "),
+        (["--html", "--vanilla", "elsewhere"], "only a page can be written"),
         (["--html=summary.txt"], "summary.txt is not a name for html: end it with .html"),
     ],
 )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as one HTML file each that needs nothing else: no network, no server, no library."""
+"""Reports as single HTML files, which need no network, server or library."""

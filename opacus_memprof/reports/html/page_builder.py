@@ -20,14 +20,14 @@ _HERE = Path(__file__).parent
 def build_page(
     title: str, scripts: Sequence[str], content: Mapping[str, Any], categories: Iterable[str], fallback: str
 ) -> str:
-    """The text of an HTML page that needs no other file.
+    """Returns the text of an HTML page that needs no other file.
 
     Args:
-        title: of the browser's tab.
+        title: the title of the browser's tab.
         scripts: names of files, in the order in which they are loaded.
         content: the object REPORT of data.js, to which the version, colours and meanings of categories are added.
-        categories: those whose colours the page needs.
-        fallback: what the page points to where scripts are disabled: a file or command with the same figures.
+        categories: the categories whose colours the page needs.
+        fallback: shown if scripts are disabled: a file or command with the same figures.
     """
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
@@ -52,12 +52,13 @@ def _theme_variables() -> str:
 
 
 def _hash(text: str) -> str:
-    """The hash of a script or style for the page's Content-Security-Policy: nothing else is run, whatever a name
-    contains.
+    """Returns the hash of a script or style for the page's Content-Security-Policy.
+
+    Nothing else is run, whatever a name contains.
     """
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _json_in_script(content: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element: no `<` can end it or begin a comment."""
+    """Returns JSON for the inside of a script element: no `<` can end the element or begin a comment."""
     return to_json(content).replace("<", "\\u003c")

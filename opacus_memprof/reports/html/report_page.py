@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the page of a profile, and that of a job: a table of all ranks, and the whole profiles of a few of them.
+"""Builds the page of a profile, and that of a job: a table of all ranks, and the whole profiles of some of them.
 
-A page has the parts of profiles that it shows, and timelines as fine as its size allows.
+A page has the parts of profiles that it shows, and timelines that are as fine as its size allows.
 """
 
 import json
@@ -46,12 +46,12 @@ _SCRIPTS = [
     "header.js",
     "report.js",
 ]
-_MOST_RANKS = 2000  # of a job: beyond, those with the highest peaks are shown
+_MOST_RANKS = 2000  # of a job: above this, those with the highest peaks are shown
 # Of the page's 5 MB; the rest is for everything else, and the scripts.
 _TIMELINE_BYTES = 2_000_000
-# Of one device's timeline.
+# For one device's timeline.
 _MOST_ROWS = 20_000
-# Of all devices together: what is beyond is summed up or counted.
+# For all devices together: further entries are summed up or counted.
 _MOST_MODULES = 4000
 _MOST_STEPS = 4000
 _MOST_SNAPSHOTS = 2000
@@ -74,11 +74,14 @@ def write_html(view: ProfileView | JobView, path: str | os.PathLike[str]) -> Non
 
 
 def build_html(views: Sequence[ProfileView], job: Mapping[str, Any] | None = None) -> str:
-    """The page of one or several profiles, between which the reader chooses, of at most 5 MB.
+    """Returns the page of one or several profiles, of which the reader chooses one. Its size is at most 5 MB.
 
     Args:
         views: at least one.
-        job: of ranks, what the page shows of the whole job.
+        job: for ranks, the data of the whole job.
+
+    Raises:
+        MemprofError: no rank has a peak.
     """
     runs = _runs(views)
     content = {"runs": runs, "job": job}
@@ -113,8 +116,8 @@ def _job(summary: JobSummary, rows: list[Rank]) -> dict[str, Any]:
 
 
 def _runs(views: Sequence[ProfileView]) -> list[dict[str, Any]]:
-    """The value of `REPORT.runs` in the page's scripts."""
-    share = 1 / max(sum(len(view.devices) for view in views), 1)  # of each device in what the page may hold
+    """Returns the value of `REPORT.runs` in the page's scripts."""
+    share = 1 / max(sum(len(view.devices) for view in views), 1)  # of each device in the space of the page
     return [_run(view, share) for view in views]
 
 
@@ -176,12 +179,15 @@ def _without(fields: JsonObject, unwanted: set[str]) -> dict[str, Any]:
 def _with_time(
     moment: DeviceSnapshot | FailedAllocation, start: int, unwanted: frozenset[str] | set[str] = frozenset()
 ) -> dict[str, Any]:
-    """The fields of an instant, with nanoseconds since the start: JavaScript's numbers cannot hold those since 1970."""
+    """Returns the fields of an instant, with nanoseconds since the start.
+
+    Nanoseconds since 1970 are too large for JavaScript's numbers.
+    """
     return {**_without(moment, {"unix_ns", *unwanted}), "time_ns": moment.unix_ns - start}
 
 
 def _largest_modules(modules: Groups, count: int) -> Groups:
-    """The largest modules, and one entry for all others, so that the sum stays the peak."""
+    """Returns the largest modules, and one entry for all others, so that the sum is still the peak."""
     ordered = sorted(modules, key=lambda name: -sum(modules[name].values()))
     kept = {name: modules[name] for name in ordered[:count]}
     if rest := ordered[count:]:
@@ -194,8 +200,9 @@ def _largest_modules(modules: Groups, count: int) -> Groups:
 
 
 def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
-    """The encoded timelines of a run's devices, of about `max_bytes` bytes each: those of the profile, or finer ones
-    from the events of a run that has ended.
+    """Returns the encoded timelines of a run's devices, of about `max_bytes` bytes each.
+
+    They are those of the profile or, for a run that has ended, finer ones from its events.
     """
     profile = view.profile
     events = profile.events.recorded
@@ -220,7 +227,7 @@ def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
 
 
 def _encode(timeline: Timeline, events_per_row: int) -> dict[str, Any]:
-    """A timeline as differences from row to row, mostly 0. A row is the highest of `events_per_row` events."""
+    """Returns a timeline as differences from row to row, mostly 0. A row is the highest of `events_per_row` events."""
     phases = list(dict.fromkeys(timeline.phase))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
@@ -236,7 +243,7 @@ def _differences(values: Sequence[int]) -> list[int]:
 
 
 def _named_categories(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The categories that a page names: the built-in ones, and the program's own."""
+    """Returns the categories that a page names: the built-in ones, and the program's own."""
     found = set(CATEGORY_COLORS)
     for run in runs:
         for device in run["profile"]["devices"].values():

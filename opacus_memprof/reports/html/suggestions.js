@@ -5,7 +5,7 @@ const FITS = new Map([[true, ["good", "fits"]], [false, ["bad", "not enough alon
 
 /** `suggestions` as oom_report.json has them. */
 function suggestionList(suggestions) {
-  if (!suggestions.length) return element("p", {}, "Nothing is known that would make it fit.");
+  if (!suggestions.length) return element("p", {}, "No known change would make it fit.");
   const items = suggestions.map((one) => {
     const [style, verdict] = FITS.get(one.fits) ?? [null, null];
     return element(
