@@ -2,6 +2,7 @@
 """`opacus-memprof experiment`, `experiments`, `sweep`, `single-gpu` and `draw`: train given models, compare memory."""
 
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -297,17 +298,25 @@ def _run(
     from opacus_memprof.experiments.summary import terminal_summary
 
     console = Console()
-    rows = run_grid(
-        preset,
-        cells,
-        results_dir,
-        console,
-        resume=running.resume,
-        cluster=None if running.launcher == "local" else _parsed(running.launcher_option or ()),
-        pause=running.pause,
-        token=training.token,
-        on_line=print if len(cells) == 1 else lambda line: None,
-    )
+    try:
+        rows = run_grid(
+            preset,
+            cells,
+            results_dir,
+            console,
+            resume=running.resume,
+            cluster=None if running.launcher == "local" else _parsed(running.launcher_option or ()),
+            pause=running.pause,
+            token=training.token,
+            on_line=print if len(cells) == 1 else lambda line: None,
+        )
+    except KeyboardInterrupt:
+        print(
+            f"opacus-memprof: stopped; the same command with --results-dir {shlex.quote(str(results_dir))} --resume "
+            "continues",
+            file=sys.stderr,
+        )
+        raise
     print(terminal_summary(rows, results_dir))
     for reason in dict.fromkeys(row.result.data.reason for row in rows if row.result.data):
         console.print(f"data: {reason}", highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof plan` and `replay`: whether a training fits on a GPU, before it runs there or from its profile."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -117,13 +118,17 @@ def plan(
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     console = Console()
     board = ProgressBoard(console, "runs", transient=True)
-    with board, open_runs(output, resume=resume, on_end=partial(report.show_run, board)) as runs:
-        if runs.kept:
-            console.print(f"{runs.kept} runs are there already", highlight=False)
-        if is_single:
-            fits = _judge(runs, cells[0].configuration, named and named[0], steps, board, console)
-        else:
-            fits = _compare(runs, base, cells, asked.searched, board, console)
+    try:
+        with board, open_runs(output, resume=resume, on_end=partial(report.show_run, board)) as runs:
+            if runs.kept:
+                console.print(f"{runs.kept} runs are there already", highlight=False)
+            if is_single:
+                fits = _judge(runs, cells[0].configuration, named and named[0], steps, board, console)
+            else:
+                fits = _compare(runs, base, cells, asked.searched, board, console)
+    except KeyboardInterrupt:
+        print("opacus-memprof: stopped; the same command with --resume before the script continues", file=sys.stderr)
+        raise
     console.print(f"the plan is in {output.absolute()}", highlight=False, soft_wrap=True)
     if not fits:
         raise typer.Exit(_DOES_NOT_FIT)

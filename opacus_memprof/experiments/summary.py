@@ -8,7 +8,7 @@ from pathlib import Path
 from opacus_memprof.experiments.grid import LABELS
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import PRIVATE
-from opacus_memprof.profiles.profile import Finding
+from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.latex import escape
 
@@ -186,6 +186,8 @@ def latex_table(rows: Sequence[Row]) -> str:
             cells.append("--" if time is None else f"{time:.2f}")
             cells.append("--" if time is None or not base else f"{time / base:.2f}")
         lines.append(" & ".join(cells) + r" \\")
+    virtual = dict.fromkeys(name for row in rows if (name := virtual_gpu_of(row.result.virtual)) is not None)
+    notes = [r"\multicolumn{5}{l}{On a " + escape(name) + r"} \\" for name in virtual]
     return "\n".join(
         [
             r"\begin{tabular}{lrrrr}",
@@ -193,6 +195,7 @@ def latex_table(rows: Sequence[Row]) -> str:
             r"Method & Peak (MiB) & Overhead (\%) & Step (ms) & Time / vanilla \\",
             r"\midrule",
             *lines,
+            *([r"\midrule", *notes] if notes else []),
             r"\bottomrule",
             r"\end{tabular}",
             "",

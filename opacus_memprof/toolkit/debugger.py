@@ -121,19 +121,23 @@ class MemoryDebugger:
             self._monitor.stop()
             self._monitor = None
 
-    def check_memory_anomalies(self, threshold_mb: float = anomalies.GROWTH_MB) -> list[Finding]:
-        """Finds leaks, overuse, fragmentation, and growth between checkpoints by more than `threshold_mb`.
+    def check_memory_anomalies(self, threshold_mb: float | None = None) -> list[Finding]:
+        """Finds leaks, overuse, fragmentation, and growth between checkpoints; with a threshold also use above it.
 
         The findings are logged and added to reports, and the debugger's own report uses this threshold from now on.
 
         Args:
-            threshold_mb: the threshold, in MB of 2**20 bytes.
+            threshold_mb: the maximum growth between two checkpoints, and the maximum in use now, in MB of 2**20 bytes.
+                None: growth by at most 200 MB.
 
         Raises:
             MemprofError: the threshold is negative or not a number.
         """
-        self._threshold_mb = check_threshold(threshold_mb)
+        self._threshold_mb = anomalies.GROWTH_MB if threshold_mb is None else check_threshold(threshold_mb)
         findings = anomalies.find_in_history(self._history(), self._threshold_mb)
+        if threshold_mb is not None:
+            now = anomalies.find_in_snapshot(take_snapshot(), threshold_mb)
+            findings += [finding for finding in now if finding.kind == "over_threshold"]
         anomalies.log(findings)
         output.add_to_journal("finding", *findings)
         return findings

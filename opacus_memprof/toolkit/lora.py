@@ -90,16 +90,30 @@ def parse_precision(precision: str) -> torch.dtype:
     return _PRECISIONS[precision]
 
 
-def create_model(settings: Settings, precision: str = "fp32", token: str | None = None) -> nn.Module:
-    """Creates the model with its adapters, on the GPU if there is one. Frozen weights have `precision`, adapters fp32.
+def choose_device(device: str) -> str:
+    """Returns "cuda" or "cpu" for "auto", "cuda" or "cpu". Raises MemprofError if there is no such device here."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise MemprofError(f'there is no device "{device}": use auto, cuda or cpu')
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise MemprofError("torch finds no CUDA device here: use the device cpu, or a virtual GPU")
+    return "cuda" if available and device != "cpu" else "cpu"
+
+
+def create_model(
+    settings: Settings, precision: str = "fp32", token: str | None = None, device: str = "auto"
+) -> nn.Module:
+    """Creates the model with its adapters on the device. Frozen weights have `precision`, adapters fp32.
 
     Args:
         settings: the settings.
         precision: the dtype of frozen weights.
         token: token of the Hugging Face hub. Default: HF_TOKEN. It is not written to any file.
+        device: see `choose_device`.
 
     Raises:
-        MemprofError: transformers or peft is missing, or the model cannot be loaded or adapted.
+        MemprofError: transformers or peft is missing, the model cannot be loaded or adapted, or there is no such
+            device.
     """
     dtype = parse_precision(precision)
     base = settings.model if isinstance(settings.model, nn.Module) else _load(str(settings.model), dtype, token)
@@ -111,7 +125,7 @@ def create_model(settings: Settings, precision: str = "fp32", token: str | None 
         target_modules=settings.target_modules,
         task_type="CAUSAL_LM",
     )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(choose_device(device))
 
 
 def _load(model: str, dtype: torch.dtype, token: str | None) -> Any:

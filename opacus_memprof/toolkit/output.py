@@ -44,11 +44,22 @@ def _make_printable(record: logging.LogRecord) -> bool:
     return True
 
 
+def _respect_root_level(record: logging.LogRecord) -> bool:
+    """Passes what the root logger's level allows, if a program has set one: `logging.basicConfig(level=ERROR)`.
+
+    The root logger's default, WARNING, is what it has when nobody has chosen. A level of the toolkit's own logger
+    counts in any case.
+    """
+    root = logging.getLogger().level
+    return root in (logging.WARNING, logging.NOTSET) or LOGGER.level != logging.INFO or record.levelno >= root
+
+
 # Importing Opacus calls logging.basicConfig, which leaves the root logger at WARNING, with a handler to stderr. So the
 # toolkit's logger has a separate handler and level, and does not propagate. If a program has added handlers before,
 # they stay.
 LOGGER = logging.getLogger("opacus_memprof.toolkit")
 LOGGER.addFilter(_make_printable)
+LOGGER.addFilter(_respect_root_level)
 if not LOGGER.handlers:
     _console = StdoutHandler()
     _console.setFormatter(OneLineFormatter("[%(levelname)s] %(message)s"))

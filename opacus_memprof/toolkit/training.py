@@ -47,14 +47,20 @@ class Stage(TypedDict):
     change: SnapshotDifference
 
 
-def memory_profiled_training(log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR) -> "TrainingProfiler":
+def memory_profiled_training(
+    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, device: str = "auto"
+) -> "TrainingProfiler":
     """A context manager that measures the stages of a training run, and writes a report at the end of its block.
 
     Uses the running session, or records one into `log_dir`/profile, for categories and the peak. If that is not
     possible, it logs the reason and continues without. It attaches the models and optimizers among arguments and
     results of stages, results of a PrivacyEngine, and optimizers at their first step.
+
+    Args:
+        log_dir: the directory of the report and the profile.
+        device: what a session of its own records: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
     """
-    return TrainingProfiler(Path(log_dir))
+    return TrainingProfiler(Path(log_dir), device)
 
 
 class TrainingProfiler:
@@ -66,8 +72,9 @@ class TrainingProfiler:
         profile: the content of profile.json, after the block; None if no session began here.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, device: str = "auto") -> None:
         self.log_dir = log_dir
+        self._device = device
         self.stages: list[Stage] = []
         self.session: Session | None = None
         self.profile: Profile | None = None
@@ -83,7 +90,7 @@ class TrainingProfiler:
 
             self.session = session.current()
             if self.session is None:
-                started = session.Session(self.log_dir / "profile", max_events=DEFAULT_MAX_EVENTS)
+                started = session.Session(self.log_dir / "profile", device=self._device, max_events=DEFAULT_MAX_EVENTS)
                 started.start()
                 self.session, self._own_session = started, True
             from opacus import PrivacyEngine
@@ -187,6 +194,7 @@ def debug_lora_training(
     knowledge_type: str | None = None,
     log_dir: str | os.PathLike[str] = "logs/lora_debug",
     token: str | None = None,
+    device: str = "auto",
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Creates a model with LoRA adapters, trains it for one epoch, and reports its memory by stage and category.
 
@@ -199,6 +207,7 @@ def debug_lora_training(
         knowledge_type: another label.
         log_dir: the directory of the report and the profile.
         token: token of the Hugging Face hub; default: HF_TOKEN. It is not written to any file.
+        device: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
 
     Returns:
         The trained model, and {"creation_analysis", "training_analysis" (see `analyze_model`), "memory_issues",
@@ -206,12 +215,14 @@ def debug_lora_training(
         "labels", "report_file"}.
 
     Raises:
-        MemprofError: the configuration, the precision or a batch cannot be used, or the model cannot be made.
+        MemprofError: the configuration, the precision, the device or a batch cannot be used, or the model cannot be
+            made.
     """
     settings = lora.read_settings(config)
     lora.parse_precision(precision)
-    with memory_profiled_training(log_dir) as profiler:
-        model = profiler.profile_stage("model_creation", lora.create_model, settings, precision, token)
+    lora.choose_device(device)
+    with memory_profiled_training(log_dir, device) as profiler:
+        model = profiler.profile_stage("model_creation", lora.create_model, settings, precision, token, device)
         creation = analyze_model(model, "model creation")
         if dataloader is None:
             dataloader = lora.synthetic_batches(settings, lora.vocabulary_size(model))
@@ -239,6 +250,7 @@ def debug_memory_with_different_configs(
     precision: str = "fp32",
     log_dir: str | os.PathLike[str] = "logs/config_comparison",
     token: str | None = None,
+    device: str = "auto",
 ) -> dict[str, dict[str, Any]]:
     """Runs `debug_lora_training` for each variation of a configuration, on random tokens.
 
@@ -248,6 +260,7 @@ def debug_memory_with_different_configs(
         precision: "fp32", "fp16" or "bf16".
         log_dir: the parent of each variation's directory, which has its name (or number).
         token: token of the Hugging Face hub; default: HF_TOKEN.
+        device: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
 
     Returns:
         name → {"memory_mb", "total", "trainable", "param_efficiency" (of the model, see `analyze_model`),
@@ -272,7 +285,7 @@ def debug_memory_with_different_configs(
         gc.collect()  # the previous model is part of cycles, and would count
         config = {**base, **variation}
         config["model"] = copy.deepcopy(config["model"])  # adapters are added to the given model
-        result = debug_lora_training(config, precision=precision, log_dir=directory, token=token)[1]
+        result = debug_lora_training(config, precision=precision, log_dir=directory, token=token, device=device)[1]
         analysis = result["creation_analysis"]
         peaks = [peak["requested_bytes"] / MB for peak in result["peak"].values()]
         results[name] = {

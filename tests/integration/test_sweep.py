@@ -7,6 +7,7 @@ Most runs here are trained by a child that only says it has trained: then a swee
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -124,6 +125,34 @@ def test_a_killed_sweep_goes_on(
     assert "0/0" not in printed
     assert len(trained(tmp_path)) == 5
     assert (results / "operation_level_breakdown.png").exists()
+
+
+@pytest.mark.parametrize("command", ["sweep", "plan"])
+def test_ctrl_c_says_what_continues(command: str, tmp_path: Path, child: Child) -> None:
+    python = child("time.sleep(60)", NAMES[0])
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'log')!r}, 'w').close(); import time; time.sleep(60)")
+    arguments = {
+        "sweep": [*FOUR, "--results_dir", str(tmp_path / "my results")],
+        "plan": ["plan", "--gpu", "t4", "-o", str(tmp_path / "plan"), str(script)],
+    }[command]
+    program = f"import sys; sys.executable = {str(python)!r}; " if command == "sweep" else "import sys; "
+    program += "from opacus_memprof.cli import main; main()"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    asked = [PYTHON, "-c", program, *arguments]
+    with subprocess.Popen(asked, env=environment, text=True, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "log").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    place = f"--results-dir '{tmp_path}/my results' " if command == "sweep" else ""
+    assert f"opacus-memprof: stopped; the same command with {place}--resume" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.usefixtures("no_pictures")

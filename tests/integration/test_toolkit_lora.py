@@ -242,6 +242,22 @@ def test_the_command_line(
     assert "hf_secret" not in ran.output
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch with CUDA")
+def test_debugging_on_a_virtual_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "opacus_memprof", "debug", "--virtual-gpu", "t4", "--virtual-memory", "1GiB"]
+    command += ["--log_dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([*command, "--device", "cuda"], env=environment, check=True, capture_output=True, timeout=300)
+    results = json.loads((tmp_path / "results.json").read_text())
+    # Frozen weights are in fp32, and so are the adapters.
+    weights = 4 * results["creation_analysis"]["total"]
+    assert results["peak"]["cuda:0"]["categories"]["model_parameters"] == weights
+    assert json.loads((tmp_path / "profile" / "profile.json").read_text())["virtual"]["gpu"] == "t4"
+    refused = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "a virtual GPU is not a CPU" in refused.stderr
+
+
 def test_results_that_cannot_be_written_cost_no_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("theirs")
     ran = CliRunner().invoke(app, ["debug", "--log-dir", str(tmp_path / "file" / "logs")])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toolkit's words and reports: they are printed whatever Opacus does to logging, and forget nothing."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 
 import opacus_memprof
 from opacus_memprof.toolkit import output
+from opacus_memprof.toolkit.output import LOGGER
 
 ROOT = Path(__file__).parents[2]
 MB = 2**20
@@ -145,12 +147,33 @@ def test_growth_between_two_checkpoints_is_reported(tmp_path: Path) -> None:
     debugger.create_memory_checkpoint("start")
     kept = block(30)
     debugger.create_memory_checkpoint("after")
-    assert debugger._check_memory_anomalies(threshold_mb=40.0) == []
-    [growth] = debugger._check_memory_anomalies(threshold_mb=20.0)
+    in_use = debugger.memory_history[-1]["devices"][0]["allocated_mb"]
+    assert debugger._check_memory_anomalies(threshold_mb=in_use + 1) == []
+    growth, use = debugger._check_memory_anomalies(threshold_mb=20.0)
     assert (growth["kind"], growth["bytes"]) == ("sudden_growth", kept.nbytes)
+    assert (use["kind"], use["bytes"]) == ("over_threshold", pytest.approx((in_use - 20) * 2**20))
     for report in (debugger.generate_memory_report(), opacus_memprof.generate_report()):
         assert 'memory grew by 30.0MB from "start" to "after"' in report
     debugger.stop()
+
+
+@pytest.mark.parametrize(
+    ("root", "own", "says"),
+    [(logging.ERROR, logging.INFO, ""), (logging.DEBUG, logging.INFO, "INFO"), (logging.ERROR, logging.DEBUG, "INFO")],
+)
+def test_the_root_logger_s_level_counts_unless_the_toolkit_has_one(
+    root: int, own: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "level", root)
+    monkeypatch.setattr(LOGGER, "level", own)
+    LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+    opacus_memprof.memory_snapshot("a name")
+    said = capsys.readouterr().out
+    assert ("memory snapshot: a name" in said) == bool(says)
+    layer = nn.Linear(1, 1)
+    nn.init.constant_(layer.weight, float("nan"))
+    opacus_memprof.analyze_model(layer, "spoilt")
+    assert "[ERROR] parameter contains NaN: weight" in capsys.readouterr().out
 
 
 def test_the_log_of_a_debugger_stands_beside_its_history(tmp_path: Path) -> None:

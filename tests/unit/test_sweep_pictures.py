@@ -3,19 +3,21 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from opacus_memprof.experiments.figures import details, overview
+from opacus_memprof.experiments.figures import FIGURES, details, draw_figure, overview
 from opacus_memprof.experiments.figures.details import COMPONENT_COLORS, TYPE_COLORS
 from opacus_memprof.experiments.figures.overview import lines_over, rows_by_sizes, varied_sizes
 from opacus_memprof.experiments.grid import grid
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SINGLE_GPU
 from opacus_memprof.experiments.rows import MEMORY_TYPES
 from opacus_memprof.profiles.profile import PhasePeak
-from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory
+from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory, with_fields
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])
 MADE = [finished] * 10 + [failed, out_of_memory]
@@ -85,6 +87,27 @@ def test_nothing_was_measured(tmp_path: Path) -> None:
     DETAILED_SWEEP.draw(rows, tmp_path)
     SINGLE_GPU.draw(rows, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2 * 7
+
+
+@pytest.mark.parametrize("virtual", [True, False])
+def test_every_picture_s_title_names_the_virtual_gpu(
+    virtual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    savefig = Figure.savefig
+
+    def keep_title(figure: Any, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure.get_suptitle())
+        savefig(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep_title)
+    gpu = {"gpu": "t4", "name": "Tesla T4", "memory_bytes": 15 * 2**30, "devices": 1}
+    fields = {"virtual": gpu} if virtual else {}
+    rows = [replace(row, result=with_fields(row.result, **fields)) for row in (ROWS[0], ROWS[-1])]
+    for name in FIGURES:
+        draw_figure(name, rows, tmp_path)  # light and dark
+    assert len(drawn) >= 2 * len(FIGURES)
+    assert {"virtual Tesla T4 (15.00 GiB)" in title for title in drawn} == {virtual}
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_the_root_logger_neither_silences_nor_repeats_it(
 ) -> None:
     root = logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(logging.getLogger(), "handlers", [root])
-    for level in (logging.CRITICAL, logging.DEBUG):
+    for level in (logging.WARNING, logging.DEBUG):  # Opacus leaves it at the first
         monkeypatch.setattr(logging.getLogger(), "level", level)
         output.LOGGER.info("hello\nthere")
         output.LOGGER.debug("detail")

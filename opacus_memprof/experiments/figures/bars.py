@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import stack_order
+from opacus_memprof.profiles.profile import virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes, format_signed_bytes, shorten_name
 from opacus_memprof.reports.figures import byte_axis, category_label, label_bars, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.palette import THEMES, Theme, category_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LABEL_LENGTH = 60  # characters
 
@@ -20,6 +22,7 @@ _LABEL_LENGTH = 60  # characters
 def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
     """Draws memory_breakdown_comparison.png: each run's peak by category, and its additional memory over vanilla's."""
     with saved_figure(path, theme, (14, height(rows))) as figure:
+        headline(figure, rows)
         left, right = figure.subplots(1, 2, sharey=True)
         peaks(left, rows, THEMES[theme])
         overheads(right, rows, THEMES[theme])
@@ -29,10 +32,20 @@ def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
     """Draws peak_memory_comparison.png: each run's memory and step time."""
     with saved_figure(path, theme, (13, height(rows))) as figure:
+        headline(figure, rows)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         peaks(left, rows, THEMES[theme])
         step_times(right, rows, THEMES[theme])
         legend(figure, left)
+
+
+def headline(figure: "Figure", rows: Sequence[Row], title: str = "") -> None:
+    """Gives a figure its title, which names the virtual GPUs of its runs; without both it gets none."""
+    names = dict.fromkeys(name for row in rows if (name := virtual_gpu_of(row.result.virtual)) is not None)
+    lines = [title] if title else []
+    lines += [f"On a {' and a '.join(names)}"] if names else []
+    if lines:
+        figure.suptitle("\n".join(lines), fontweight="bold")
 
 
 def height(rows: Sequence[Row]) -> float:

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from opacus_memprof.experiments.figures.bars import height, labels
+from opacus_memprof.experiments.figures.bars import headline, height, labels
 from opacus_memprof.experiments.rows import OPERATIONS, Row, memory_types
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
@@ -43,6 +43,7 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
     by_type = [memory_types(row.peak) if row.peak else {} for row in rows]
     upper, lower = height(rows) + 0.5, max(1.3 + 0.3 * len(components), height([largest]))
     with saved_figure(path, theme, (13, upper + lower)) as figure:
+        headline(figure, rows)
         top, bottom = figure.subfigures(2, 1, height_ratios=(upper, lower), squeeze=False).flat
         left, right = top.subplots(1, 2, sharey=True)
         names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
@@ -70,7 +71,7 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
     categories = {category for column in sizes.values() for parts in column for category in parts}
     figure_height = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
     with saved_figure(path, theme, (15, figure_height)) as figure:
-        figure.suptitle("The highest instant within each operation, without rounding, by category", fontweight="bold")
+        headline(figure, rows, "The highest instant within each operation, without rounding, by category")
         panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, reached, strict=False):
             texts = [format_bytes(sum(parts.values())) if parts else "not reached" for parts in sizes[operation]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.experiments.figures.bars import height, peaks
+from opacus_memprof.experiments.figures.bars import headline, height, peaks
 from opacus_memprof.experiments.grid import Cell
 from opacus_memprof.experiments.rows import Row
 from opacus_memprof.reports.figures import byte_axis, legend, saved_figure
@@ -45,6 +45,7 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
     )
     bars, trend = height(rows), _TREND + _LEGEND_LINE * entries
     with saved_figure(path, theme, (13, bars + (trend if varied else 0))) as figure:
+        headline(figure, rows)
         parts = figure.subfigures(2, 1, height_ratios=(bars, trend), squeeze=False).flat if varied else [figure]
         upper, *lower = parts
         axes = upper.subplots()
@@ -166,7 +167,7 @@ def memory_heatmap(rows: Sequence[Row], path: Path, theme: str) -> None:
     width = 1.6 + len(batches) * (0.5 + 0.95 * len(physical))
     picture = (max(width, 4.5), max(1.1 + len(ranks) * (0.75 + 0.5 * len(lengths)), 3))
     with saved_figure(path, theme, picture) as figure:
-        figure.suptitle("Memory at the peak", fontweight="bold")
+        headline(figure, rows, "Memory at the peak")
         panels = figure.subplots(len(ranks), len(batches), sharex=True, sharey=True, squeeze=False)
         for line, rank in zip(panels, ranks, strict=True):
             for axes, batch in zip(line, batches, strict=True):

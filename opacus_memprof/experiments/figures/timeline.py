@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.experiments.figures.bars import headline
 from opacus_memprof.experiments.rows import SET_UP, Row
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.units import format_bytes
@@ -42,6 +43,7 @@ def timelines(rows: Sequence[Row], path: Path, theme: str) -> None:
     lines = math.ceil(len(rows) / columns)
     size = (12, 5) if len(rows) == 1 else (11 if columns == 1 else 8 * columns, 1 + 2.5 * lines)
     with saved_figure(path, theme, size) as figure:
+        headline(figure, rows)
         panels = figure.subplots(lines, columns, squeeze=False).flatten()
         used = panels[: len(rows)]
         phases = [phase for axes, row in zip(used, rows, strict=True) for phase in _panel(axes, row, THEMES[theme])]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.experiments.figures.bars import headline
 from opacus_memprof.experiments.rows import Row, find_vanilla
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import byte_axis, saved_figure
@@ -28,6 +29,7 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
     names = [_relative(row, vanilla) for row in measured]
     many = len(measured) > _MAX_NAMED
     with saved_figure(path, theme, (14 if many else 9, 6)) as figure:
+        headline(figure, rows)
         axes = figure.subplots()
         axes.set_title("Memory against time")
         axes.set_xlabel("time of a step, in ms")
