@@ -80,7 +80,7 @@ def _random_tokens(configuration: Configuration, samples: int, vocabulary: int) 
 
 
 def _load_snli(configuration: Configuration, samples: int, padding: int) -> TensorDataset:
-    datasets = require("datasets", "data sets of the hub", "models")
+    datasets = require("datasets", "data sets of the hub")
     token = os.environ.get("HF_TOKEN") or None
     rows = [
         row
@@ -108,7 +108,7 @@ def _tokenize(
 
 
 def _tokenizer(configuration: Configuration) -> Any:
-    transformers = require("transformers", "tokenizers", "models")
+    transformers = require("transformers", "tokenizers")
     return transformers.AutoTokenizer.from_pretrained(configuration.model, token=os.environ.get("HF_TOKEN") or None)
 
 

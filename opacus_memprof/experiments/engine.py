@@ -54,7 +54,7 @@ def run_grid(
         MemprofError: see ResultsDirectory, choose_device and SubmititExecutor; or the first cell was refused, as all
             others would be, for example because the model is unknown.
     """
-    require("matplotlib", "pictures", "pictures")  # now, not after hours of training
+    require("matplotlib", "pictures")  # now, not after hours of training
     gpus: Sequence[int | None] = ()
     if cluster is None:
         cells, gpus = choose_device(cells)

@@ -71,7 +71,7 @@ def build_model(configuration: Configuration, device: torch.device) -> nn.Module
             names = ["qkv", "out", "up", "down"]
             model = _add_adapters(model, configuration, target_modules=names, modules_to_save=head)
         return model.to(device).train()
-    transformers = require("transformers", "language models", "models")
+    transformers = require("transformers", "language models")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = _load_pretrained(configuration) if configuration.pretrained else _build_random(configuration, device)

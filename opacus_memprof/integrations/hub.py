@@ -53,7 +53,7 @@ def load_pretrained(auto_class: str, model: str, remedy: str, *, token: str | No
         model = os.path.expanduser(model)
         if not os.path.isdir(model):
             raise MemprofError(f"there is no folder {model}: correct the path, or {remedy}")
-    transformers = require("transformers", "language models", "models")
+    transformers = require("transformers", "language models")
     token = token or os.environ.get("HF_TOKEN") or None
     try:
         return getattr(transformers, auto_class).from_pretrained(model, token=token, **options)
@@ -131,7 +131,7 @@ def with_adapters(model: Any, rank: int, alpha: int, **options: Any) -> Any:
     Raises:
         MemprofError: peft is missing, or it cannot adapt the model.
     """
-    peft = require("peft", "LoRA adapters", "models")
+    peft = require("peft", "LoRA adapters")
     try:
         return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, **options))
     except (TypeError, ValueError) as error:

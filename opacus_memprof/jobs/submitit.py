@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.optional import require
 
 _POLL_SECONDS = 1.0
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -35,10 +36,7 @@ class SubmititExecutor(Executor):
     """
 
     def __init__(self, folder: Path, cluster: str, options: Mapping[str, Any]) -> None:
-        try:
-            import submitit
-        except ImportError:
-            raise MemprofError("jobs need submitit: pip install 'opacus-memprof[slurm]'") from None
+        submitit = require("submitit", "jobs of a cluster")
         parameters = {**_DEFAULTS[cluster], **options}
         try:
             self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)

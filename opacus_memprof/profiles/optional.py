@@ -7,13 +7,12 @@ from typing import Any
 from opacus_memprof.errors import MemprofError
 
 
-def require(module: str, what: str, extra: str = "") -> Any:
+def require(module: str, what: str) -> Any:
     """Imports a module. Raises MemprofError with the command that installs its package if it is missing.
 
     Args:
         module: the module; its first part is the name of its package.
         what: the features that need it, in the plural: "pictures".
-        extra: the extra of this project that installs it.
 
     Returns:
         The module.
@@ -26,6 +25,5 @@ def require(module: str, what: str, extra: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MemprofError(
-            f"{what} need {package}, which cannot be imported ({error}): pip install "
-            + (f"'opacus-memprof[{extra}]'" if extra else package)
+            f"{what} need {package}, which cannot be imported ({error}): pip install {package}"
         ) from error
