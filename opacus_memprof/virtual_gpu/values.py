@@ -66,8 +66,22 @@ def install() -> None:
         packages = {Path(__file__).parents[1], Path(torch.__file__).parent}
         _virtual.set_libraries([*sorted(paths), *(f"{folder}/" for folder in packages)])
         _virtual.install()
+        _pass_higher_order_operators()
         _patch_threads()
     _virtual.enable_thread()
+
+
+def _pass_higher_order_operators() -> None:
+    """Makes operators of Python (`torch.cond`, `flex_attention`, DTensor's random ones) skip the interception's key.
+
+    They look for a Python function for each active dispatch key, and the operators that they call are intercepted.
+    """
+    from torch import _ops
+
+    key = torch._C.DispatchKey(_virtual.dispatch_key())
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for operator in _ops._higher_order_ops.values():
+        operator.fallthrough(key)  # type: ignore[no-untyped-call]
 
 
 def _patch_threads() -> None:

@@ -129,6 +129,39 @@ def attention(device: str) -> list[Any]:
     return found
 
 
+def higher_order(device: str) -> list[Any]:
+    """Operators that Python implements for each dispatch key."""
+    from torch._higher_order_ops.scan import scan
+    from torch._higher_order_ops.while_loop import while_loop
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.manual_seed(2)
+    x = torch.arange(4.0, device=device)
+    query, key, value = (torch.randn(1, 2, 8, 16).to(device) for _ in range(3))
+    found = [
+        torch.cond(x.sum() > 3, lambda x: x + 1, lambda x: x - 1, (x,)),
+        while_loop(lambda i, _: i < 5, lambda i, a: (i + 1, a * 2), (torch.tensor(0, device=device), x)),
+        scan(lambda carry, each: (carry + each, carry * each), torch.tensor(0.0, device=device), x),
+        flex_attention(query, key, value).float().round(decimals=4),
+    ]
+    return plain(found)
+
+
+def dtensor() -> dict[str, Any]:
+    """Random operations of DTensor, as FSDP2 initializes parameters."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed.init_process_group("nccl", rank=0, world_size=1, store=distributed.HashStore())
+    mesh = init_device_mesh("cuda", (1,))
+    sharded = distribute_tensor(torch.zeros(64, 8, device="cuda"), mesh, [Shard(0)])
+    sharded.normal_()
+    deviation = sharded.to_local().std().item()
+    distributed.destroy_process_group()
+    return {"deviation": deviation, "reads": [use.operation for use in values.unknown_reads()]}
+
+
 def run_on_both(function: Callable[[str], Any]) -> dict[str, Any]:
     on_cpu = function("cpu")
     return {"cpu": on_cpu, "cuda": function("cuda"), "reads": [use.operation for use in values.unknown_reads()]}
@@ -308,6 +341,8 @@ FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "operations": lambda: run_on_both(operations),
     "results": lambda: run_on_both(results),
     "attention": lambda: run_on_both(attention),
+    "higher_order": lambda: run_on_both(higher_order),
+    "dtensor": dtensor,
     "scaler": scaler,
     "blocks": blocks,
     "unknown": unknown,
