@@ -15,6 +15,7 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from opacus_memprof import session as session
     from opacus_memprof.errors import MemprofError as MemprofError
+    from opacus_memprof.language import set_language as set_language
     from opacus_memprof.planning.python import largest_physical_batch as largest_physical_batch
     from opacus_memprof.planning.python import plan as plan
     from opacus_memprof.recording.allocators import allocator as allocator
@@ -66,6 +67,7 @@ _HOME = {
     "profile": "session",
     "retag": "session",
     "session": "session",
+    "set_language": "language",
     "tag": "session",
     "uninstall": "recording.allocators",
 }

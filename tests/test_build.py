@@ -116,6 +116,7 @@ def test_the_metadata_pins_torch(installation: str, python: Path, tmp_path: Path
 def test_types_come_along(installation: str, python: Path) -> None:
     (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")
     assert {"py.typed", "_C.pyi", "_virtual.pyi", "_build_info.pyi"} <= {file.name for file in package.iterdir()}
+    assert (package / "locale" / "zh.po").exists()
 
 
 def test_the_command_works(installation: str, python: Path, tmp_path: Path) -> None:

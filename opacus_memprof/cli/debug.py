@@ -15,6 +15,7 @@ from opacus_memprof.cli.options import DeviceName, Token, VirtualGpuKind, Virtua
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Dtype
 from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.files import write_text, writing
 
 Level = Literal["model_only", "full", "custom", "comparison"]
@@ -76,7 +77,7 @@ def debug(
     results = _LEVELS[level](_Request(model, precision, labels, log_dir, token, device))
     text = json.dumps(results, ensure_ascii=False, indent=2, default=msgspec.to_builtins)
     path = write_text(log_dir / "results.json", f"{text}\n")
-    print(f"results: {path}")
+    print(tr("results: {path}", path=path))
 
 
 def _model_only(request: _Request) -> dict[str, Any]:
@@ -141,10 +142,17 @@ def _comparison(request: _Request) -> dict[str, Any]:
         {"model": request.model}, RANKS, request.precision, request.log_dir, request.token, request.device
     )
     for name, result in found.items():
-        peak = "unknown" if result["peak_memory_mb"] is None else f"{result['peak_memory_mb']:.2f} MB"
-        print(f"{name}: model {result['memory_mb']:.2f} MB, {result['trainable']:,} trainable parameters, peak {peak}")
+        print(
+            tr(
+                "{name}: model {size:.2f} MB, {trainable:,} trainable parameters, peak {peak}",
+                name=name,
+                size=result["memory_mb"],
+                trainable=result["trainable"],
+                peak=tr("unknown") if result["peak_memory_mb"] is None else f"{result['peak_memory_mb']:.2f} MB",
+            )
+        )
     best = min(found, key=lambda name: float(found[name]["memory_mb"]))
-    print(f"smallest: {best}")
+    print(tr("smallest: {name}", name=best))
     return {"configurations": found, "smallest": best, "labels": request.labels}
 
 

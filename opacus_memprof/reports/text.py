@@ -2,24 +2,28 @@
 """Prints profiles, and jobs of several ranks, to a terminal. All terminal reports use its tables and bars."""
 
 import io
-import textwrap
+import re
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.analysis.job_view import Columns, JobView
 from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, ProfileView
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile
-from opacus_memprof.profiles.units import format_bytes, format_count, shorten_name
+from opacus_memprof.profiles.units import format_bytes, shorten_name
 
 _BAR = 20  # characters of the longest bar
 _STATUS_STYLE = {"finished": "green", "running": "cyan"}
 _CHECK_STYLE = {True: "green", False: "red", None: "yellow"}
 _FINDINGS = 3  # of one kind; profile.json has all
 _WIDEST = 100
+# Where a line may break: after a space, and after a Chinese character with the punctuation that follows it.
+_CHUNK = re.compile(r"[^\s\u2e80-\uffef]*(?:[\u2e80-\uffef][，。：；、！？）》”]*|\s+|$)")  # noqa: RUF001
 _STATUS = ""  # the title of the column of ranks that did not finish
 
 
@@ -80,26 +84,37 @@ def print_findings(findings: Sequence[Finding], console: Console, count: int = _
         kinds.setdefault(finding.kind, []).append(finding)
     for kind, found in kinds.items():
         for finding in found[:count]:
-            _print_finding(kind.replace("_", " "), finding, console)
+            _print_finding(tr(kind.replace("_", " ")), finding, console)
         if rest := found[count:]:
             size = format_bytes(sum(finding.bytes for finding in rest))
-            modules = format_count(len(rest), "more module")
-            console.print(f"  and in {modules}, {size}", style="dim", highlight=False)
+            console.print(
+                tr("  and in {modules}, {size}", modules=more_modules(len(rest)), size=size),
+                style="dim",
+                highlight=False,
+            )
 
 
 def _print_finding(kind: str, finding: Finding, console: Console) -> None:
-    where = f" in {finding.module}" if finding.module else ""
+    where = tr(" in {module}", module=finding.module) if finding.module else ""
     size = f", {format_bytes(finding.bytes)}" if finding.bytes else ""
     console.print(f"\n[bold yellow]{escape(kind)}[/]{escape(where)}{size}", highlight=False)
-    for name, text in (("evidence", finding.evidence), ("remedy", finding.remedy)):
-        print_indented(f"{name}: {text}", console, first="  ", following="    ")
+    for text in (tr("evidence: {text}", text=finding.evidence), tr("remedy: {text}", text=finding.remedy)):
+        print_indented(text, console, first="  ", following="    ")
 
 
 def print_indented(text: str, console: Console, first: str = "   ", following: str = "   ") -> None:
     """Prints a paragraph that is indented by `first` in its first line, and by `following` in the others."""
-    width = min(console.width, _WIDEST)
-    lines = textwrap.fill(text, width, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)
-    console.print(escape(lines), highlight=False, soft_wrap=True)
+    lines, width = [first], min(console.width, _WIDEST)
+    for chunk in _CHUNK.findall(text):
+        if cell_len(lines[-1]) + cell_len(chunk.rstrip()) > width and lines[-1].strip():
+            lines.append(following)
+            chunk = chunk.lstrip()
+        lines[-1] += chunk
+    console.print(escape("\n".join(line.rstrip() for line in lines)), highlight=False, soft_wrap=True)
+
+
+def more_modules(count: int) -> str:
+    return tr("1 more module") if count == 1 else tr("{count} more modules", count=count)
 
 
 def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, console: Console) -> None:

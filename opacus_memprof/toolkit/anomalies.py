@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit.output import LOGGER, MB
 from opacus_memprof.toolkit.readings import RESIDENT, MemorySnapshot
@@ -83,20 +84,34 @@ def find_in_snapshot(snapshot: MemorySnapshot, threshold_mb: float | None = None
     for reading in snapshot["devices"]:
         device, used, reserved = reading["device"], reading["allocated_mb"], reading["reserved_mb"]
         if threshold_mb is not None and used > threshold_mb:
-            evidence = f"{device_label(device)} memory use exceeds the threshold: {used:.1f}MB > {threshold_mb:.1f}MB"
-            remedy = "see which category holds it (opacus_memprof.profile), or raise the threshold"
+            evidence = tr(
+                "{device} memory use exceeds the threshold: {used:.1f}MB > {threshold:.1f}MB",
+                device=device_label(device),
+                used=used,
+                threshold=threshold_mb,
+            )
+            remedy = tr("see which category holds it (opacus_memprof.profile), or raise the threshold")
             findings.append(_finding("over_threshold", used - threshold_mb, evidence, remedy, device=device))
         if reading["total_mb"] and used >= OVERUSE_RATIO * reading["total_mb"]:
-            evidence = f"{device_label(device)} is {100 * used / reading['total_mb']:.1f}% full: {used:.1f}MB in use"
-            remedy = "take a smaller physical batch (BatchMemoryManager), or grad_sample_mode ghost"
+            evidence = tr(
+                "{device} is {share:.1f}% full: {used:.1f}MB in use",
+                device=device_label(device),
+                share=100 * used / reading["total_mb"],
+                used=used,
+            )
+            remedy = tr("take a smaller physical batch (BatchMemoryManager), or grad_sample_mode ghost")
             findings.append(_finding("overuse", used, evidence, remedy, device=device))
         never_used = reading["max_reserved_mb"] - reading["max_allocated_mb"]
         if never_used >= max(FRAGMENTATION_MB, FRAGMENTATION_RATIO * reading["max_reserved_mb"]):
-            evidence = (
-                f"{device_label(device)} reserved up to {reading['max_reserved_mb']:.1f}MB while at most "
-                f"{reading['max_allocated_mb']:.1f}MB were in use at once; now {reserved - used:.1f}MB are cached"
+            evidence = tr(
+                "{device} reserved up to {reserved:.1f}MB while at most {used:.1f}MB were in use at once; now "
+                "{cached:.1f}MB are cached",
+                device=device_label(device),
+                reserved=reading["max_reserved_mb"],
+                used=reading["max_allocated_mb"],
+                cached=reserved - used,
             )
-            remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            remedy = tr("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
             findings.append(_finding("fragmentation", never_used, evidence, remedy, device=device))
     return findings
 
@@ -112,14 +127,17 @@ def find_in_model(model: nn.Module) -> list[Finding]:
     for name, parameter in parameters.items():
         size = parameter.nbytes / MB
         if size >= max(LARGE_PARAMETER_MB, LARGE_PARAMETER_RATIO * total / MB):
-            evidence = f"large parameter: {name} ({size:.2f} MB, {100 * parameter.nbytes / total:.0f}% of the model)"
-            remedy = "freeze it or train a LoRA adapter: per-sample gradients would take its size for every sample"
+            evidence = tr("large parameter: {name} ({size:.2f} MB)", name=name, size=size)
+            remedy = tr(
+                "it is {share:.0f}% of the model: freeze it or train a LoRA adapter, because per-sample gradients "
+                "would take its size for every sample",
+                share=100 * parameter.nbytes / total,
+            )
             findings.append(_finding("large_parameter", size, evidence, remedy, module=name))
         if wrong := _not_finite(parameter):
-            remedy = "go back to the last checkpoint that was finite, and lower the learning rate"
-            findings.append(
-                _finding("nan_inf_parameter", size, f"parameter {wrong}: {name}", remedy, module=name, error=True)
-            )
+            evidence = tr("parameter contains {wrong}: {name}", wrong=wrong, name=name)
+            remedy = tr("go back to the last checkpoint that was finite, and lower the learning rate")
+            findings.append(_finding("nan_inf_parameter", size, evidence, remedy, module=name, error=True))
         if parameter.grad is not None:
             findings += _gradient(name, parameter, parameter.grad)
     return findings
@@ -171,11 +189,17 @@ def _leak(device: str, source: str, name: str, readings: Sequence[tuple[float, s
         return []
     growth = min(windows[-1]) - min(windows[0])
     per_reading = growth / (len(steady) - length)
-    evidence = (
-        f'{device_label(device)} memory keeps growing: the last {len(steady)} readings of "{name}" went from '
-        f"{min(windows[0]):.1f}MB to {min(windows[-1]):.1f}MB, {per_reading:+.2f}MB each"
+    evidence = tr(
+        '{device} memory keeps growing: the last {count} readings of "{name}" went from {first:.1f}MB to {last:.1f}MB, '
+        "{each:+.2f}MB each",
+        device=device_label(device),
+        count=len(steady),
+        name=name,
+        first=min(windows[0]),
+        last=min(windows[-1]),
+        each=per_reading,
     )
-    remedy = "look for losses or outputs that are kept with their graph (use .item() or .detach()), and for lists"
+    remedy = tr("look for losses or outputs that are kept with their graph (use .item() or .detach()), and for lists")
     return [_finding("leak", growth, evidence, remedy, device=device)]
 
 
@@ -188,11 +212,16 @@ def _sudden_growth(device: str, name: str, sizes: Sequence[float]) -> list[Findi
     highest = 0.0
     for index, size in enumerate(sizes):
         if index >= GROWTH_READINGS and highest > 0 and size > highest * GROWTH_RATIO and size - highest > GROWTH_MB:
-            evidence = (
-                f'{device_label(device)} memory grew suddenly: reading {index + 1} of "{name}" is {size:.1f}MB, and '
-                f"none before exceeded {highest:.1f}MB"
+            evidence = tr(
+                '{device} memory grew suddenly: reading {number} of "{name}" is {size:.1f}MB, and none before exceeded '
+                "{highest:.1f}MB",
+                device=device_label(device),
+                number=index + 1,
+                name=name,
+                size=size,
+                highest=highest,
             )
-            remedy = "compare this step's batch (size, sequence length) with the others'"
+            remedy = tr("compare this step's batch (size, sequence length) with the others'")
             return [_finding("sudden_growth", size - highest, evidence, remedy, device=device)]
         highest = max(highest, size)
     return []
@@ -219,11 +248,17 @@ def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list
             lowest.setdefault((device, source, name), (name, size))
             if not grew:
                 continue
-            evidence = (
-                f'{device_label(device)} memory grew by {size - lowest_size:.1f}MB from "{before}" to "{name}", '
-                f"to {size:.1f}MB: more than the threshold of {growth_mb:.1f}MB"
+            evidence = tr(
+                '{device} memory grew by {growth:.1f}MB from "{before}" to "{name}", to {size:.1f}MB: more than the '
+                "threshold of {threshold:.1f}MB",
+                device=device_label(device),
+                growth=size - lowest_size,
+                before=before,
+                name=name,
+                size=size,
+                threshold=growth_mb,
             )
-            remedy = "see which category grew (opacus_memprof.profile, compare_checkpoints), or raise the threshold"
+            remedy = tr("see which category grew (opacus_memprof.profile, compare_checkpoints), or raise the threshold")
             growth = _finding("sudden_growth", size - lowest_size, evidence, remedy, device=device)
             found[device, name] = max(found.get((device, name), growth), growth, key=lambda finding: finding.bytes)
     return list(found.values())
@@ -232,23 +267,30 @@ def _growth_between(history: Sequence[MemorySnapshot], growth_mb: float) -> list
 def _gradient(name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> list[Finding]:
     size = tensor_bytes(gradient) / MB
     if wrong := _not_finite(gradient):
-        remedy = "check the batch and the loss for NaN, lower the learning rate, or scale the loss under fp16"
-        return [_finding("gradient_anomaly", size, f"gradient {wrong}: {name}", remedy, module=name, error=True)]
+        evidence = tr("gradient contains {wrong}: {name}", wrong=wrong, name=name)
+        remedy = tr("check the batch and the loss for NaN, lower the learning rate, or scale the loss under fp16")
+        return [_finding("gradient_anomaly", size, evidence, remedy, module=name, error=True)]
     if not parameter.requires_grad:
-        remedy = "set its grad to None: it takes memory, and the optimizer has no use for it"
-        return [_finding("gradient_anomaly", size, f"frozen parameter with a gradient: {name}", remedy, module=name)]
+        evidence = tr("frozen parameter with a gradient: {name}", name=name)
+        remedy = tr("set its grad to None: it takes memory, and the optimizer has no use for it")
+        return [_finding("gradient_anomaly", size, evidence, remedy, module=name)]
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     norm = float(torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32)))
     mean = norm / math.sqrt(gradient.numel()) if gradient.numel() else 0.0
     if mean > EXPLODING_GRADIENT:
-        evidence = f"gradient of norm {norm:.3g}, entries of {mean:.3g} in the root mean square: {name}"
-        remedy = "clip gradients, or lower the learning rate"
+        evidence = tr(
+            "gradient of norm {norm:.3g}, entries of {mean:.3g} in the root mean square: {name}",
+            norm=norm,
+            mean=mean,
+            name=name,
+        )
+        remedy = tr("clip gradients, or lower the learning rate")
         return [_finding("gradient_anomaly", size, evidence, remedy, module=name)]
     return []
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
-    """Returns "contains NaN", "contains Inf" or "". Uses the extremes, because a mask would have the tensor's size."""
+    """Returns "NaN", "Inf" or "". Uses the extremes, because a mask would have the tensor's size."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
@@ -260,5 +302,5 @@ def _not_finite(tensor: torch.Tensor) -> str:
         values = values.float()
     extremes = [float(extreme) for extreme in torch.aminmax(values)]
     if any(map(math.isnan, extremes)):
-        return "contains NaN"
-    return "contains Inf" if any(map(math.isinf, extremes)) else ""
+        return "NaN"
+    return "Inf" if any(map(math.isinf, extremes)) else ""

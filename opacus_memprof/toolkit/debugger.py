@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import checked, localized, tr
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, output
@@ -31,15 +32,19 @@ _MAX_SNAPSHOTS = 100_000  # in memory; the file has all
 
 
 def create_memory_debugger(
-    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, enable_real_time: bool = False
+    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, enable_real_time: bool = False, language: str | None = None
 ) -> "MemoryDebugger":
     """Returns a debugger for a `with` block; without one, call `stop` at the end.
 
     Args:
         log_dir: the directory of the log, the history and the report, created with the first of them.
         enable_real_time: whether to monitor from now on, once a second.
+        language: "en" or "zh", of the debugger's log lines and report; None: the process' language.
+
+    Raises:
+        MemprofError: there is no such language.
     """
-    debugger = MemoryDebugger(Path(log_dir))
+    debugger = MemoryDebugger(Path(log_dir), language)
     if enable_real_time:
         debugger.start_real_time_monitoring()
     return debugger
@@ -54,7 +59,8 @@ class MemoryDebugger:
             the toolkit's log until `stop`.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, language: str | None = None) -> None:
+        self.language = None if language is None else checked(language)
         self.log_dir = log_dir
         self.memory_history: list[MemorySnapshot] = []
         self._checkpoints: dict[str, MemorySnapshot] = {}
@@ -80,17 +86,19 @@ class MemoryDebugger:
         self.stop_real_time_monitoring()
         self._end_log()
 
+    @localized
     def create_memory_checkpoint(self, name: str) -> MemorySnapshot:
         """Takes a snapshot, as `memory_snapshot` does. It replaces an earlier checkpoint of the same name."""
         snapshot = take_snapshot(name)
         self._checkpoints[name] = snapshot
         self._add(snapshot)
         output.add_to_journal("snapshot", snapshot)
-        LOGGER.info(f"checkpoint: {name}")
+        LOGGER.info(tr("checkpoint: {name}", name=name))
         for reading in snapshot["devices"]:
             LOGGER.info(f"  {describe_reading(reading)}")
         return snapshot
 
+    @localized
     def compare_checkpoints(self, before: str, after: str) -> SnapshotDifference:
         """Returns the change between two checkpoints; see `compare_snapshots`.
 
@@ -121,6 +129,7 @@ class MemoryDebugger:
             self._monitor.stop()
             self._monitor = None
 
+    @localized
     def check_memory_anomalies(self, threshold_mb: float | None = None) -> list[Finding]:
         """Finds leaks, overuse, fragmentation, and growth between checkpoints; with a threshold also use above it.
 
@@ -144,6 +153,7 @@ class MemoryDebugger:
 
     _check_memory_anomalies = check_memory_anomalies  # the name that existing scripts use
 
+    @localized
     def generate_memory_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
         """Writes a report and returns its text.
 
@@ -160,10 +170,10 @@ class MemoryDebugger:
         shown = [snapshot for snapshot in history if snapshot["name"] != anomalies.MONITOR]
         monitored = [snapshot for snapshot in history if snapshot["name"] == anomalies.MONITOR]
         findings = anomalies.find_in_history(history, self._threshold_mb)
-        report = report_text("memory debugger", [*shown, take_snapshot("now")], findings, self._start_time)
+        report = report_text(tr("memory debugger"), [*shown, take_snapshot(tr("now"))], findings, self._start_time)
         report += "".join(f"{line}\n" for line in _describe_monitoring(monitored))
         path = write_text(self.log_dir / "memory_report.txt" if output_file is None else output_file, report)
-        LOGGER.info(f"memory report: {path}")
+        LOGGER.info(tr("memory report: {path}", path=path))
         return report
 
     def _history(self) -> list[MemorySnapshot]:
@@ -206,14 +216,16 @@ class _Monitor:
             while not self._ending.wait(self._interval):
                 self._on_snapshot({**take_snapshot(), "name": anomalies.MONITOR})
         except (MemprofError, RuntimeError) as error:  # such as a full disk: the program continues
-            LOGGER.warning(f"monitoring ends: {error}")
+            LOGGER.warning(tr("monitoring ends: {error}", error=error))
 
 
 def _describe_monitoring(snapshots: list[MemorySnapshot]) -> list[str]:
     if not snapshots:
         return []
-    lines = [f"monitoring: {len(snapshots)} readings from {snapshots[0]['timestamp']} to {snapshots[-1]['timestamp']}"]
+    first, last = snapshots[0]["timestamp"], snapshots[-1]["timestamp"]
+    lines = [tr("monitoring: {count} readings from {first} to {last}", count=len(snapshots), first=first, last=last)]
     for device in dict.fromkeys(reading["device"] for snapshot in snapshots for reading in snapshot["devices"]):
         readings = [reading for snapshot in snapshots for reading in snapshot["devices"] if reading["device"] == device]
-        lines.append(f"  highest, {describe_reading(max(readings, key=lambda reading: reading['allocated_mb']))}")
+        highest = describe_reading(max(readings, key=lambda reading: reading["allocated_mb"]))
+        lines.append(tr("  highest, {reading}", reading=highest))
     return lines

@@ -4,9 +4,11 @@
 from typing import Any, TypedDict
 
 import torch
+from rich.cells import cell_len
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, output
 from opacus_memprof.toolkit.output import LOGGER, MB
@@ -77,11 +79,11 @@ def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
         MemprofError: `model` is not an nn.Module.
     """
     analysis = analyze(model, name)
-    LOGGER.info(f"model analysis: {name}")
-    LOGGER.info(f"  total parameters: {analysis['total']:,}")
-    LOGGER.info(f"  trainable parameters: {analysis['trainable']:,}")
-    LOGGER.info(f"  memory: {analysis['memory_mb']:.2f} MB")
-    LOGGER.info(f"  parameter efficiency: {analysis['param_efficiency']:.2f}%")
+    LOGGER.info(tr("model analysis: {name}", name=name))
+    LOGGER.info(tr("  total parameters: {total:,}", total=analysis["total"]))
+    LOGGER.info(tr("  trainable parameters: {trainable:,}", trainable=analysis["trainable"]))
+    LOGGER.info(tr("  memory: {size:.2f} MB", size=analysis["memory_mb"]))
+    LOGGER.info(tr("  parameter efficiency: {share:.2f}%", share=analysis["param_efficiency"]))
     anomalies.log(analysis["findings"])
     output.add_to_journal("model", analysis)
     return analysis
@@ -132,21 +134,34 @@ def analyze(model: nn.Module, name: str = "model") -> ModelAnalysis:
 def describe_model(analysis: ModelAnalysis) -> list[str]:
     """Returns the lines of a report: the model, its layers, and its parameters."""
     lines = [
-        f"model {analysis['name']}: {analysis['total']:,} parameters, {analysis['trainable']:,} of them trainable "
-        f"({analysis['param_efficiency']:.2f}%), {analysis['memory_mb']:.2f}MB with buffers"
+        tr(
+            "model {name}: {total:,} parameters, {trainable:,} of them trainable ({share:.2f}%), {size:.2f}MB with "
+            "buffers",
+            name=analysis["name"],
+            total=analysis["total"],
+            trainable=analysis["trainable"],
+            share=analysis["param_efficiency"],
+            size=analysis["memory_mb"],
+        )
     ]
     layers, parameters = analysis["layers"], analysis["parameters"]
     width = max([len("parameter"), *map(len, layers), *(len(entry["name"]) for entry in parameters)])
-    lines.append(f"  {'layer':<{width}}{'parameters':>14}{'trainable':>14}{'MB':>12}")
+    lines.append(_row(width, tr("layer"), tr("parameters"), tr("trainable"), "MB"))
     for name, layer in layers.items():
-        lines.append(f"  {name:<{width}}{layer['total']:>14,}{layer['trainable']:>14,}{layer['memory_mb']:>12.2f}")
-    lines.append(f"  {'parameter':<{width}}{'elements':>14}{'trainable':>14}{'MB':>12}  shape, type, device")
+        lines.append(_row(width, name, f"{layer['total']:,}", f"{layer['trainable']:,}", f"{layer['memory_mb']:.2f}"))
+    heading = _row(width, tr("parameter"), tr("elements"), tr("trainable"), "MB")
+    lines.append(f"{heading}  {tr('shape, type, device')}")
     for entry in parameters:
-        lines.append(
-            f"  {entry['name']:<{width}}{entry['numel']:>14,}{'yes' if entry['trainable'] else 'no':>14}"
-            f"{entry['memory_mb']:>12.2f}  {entry['shape']}, {entry['dtype']}, {entry['device']}"
-        )
+        trainable = tr("yes") if entry["trainable"] else tr("no")
+        row = _row(width, entry["name"], f"{entry['numel']:,}", trainable, f"{entry['memory_mb']:.2f}")
+        lines.append(f"{row}  {entry['shape']}, {entry['dtype']}, {entry['device']}")
     return lines
+
+
+def _row(width: int, name: str, *cells: str) -> str:
+    """Returns a line of a table; a Chinese character takes two columns."""
+    columns = [" " * (size - cell_len(cell)) + cell for cell, size in zip(cells, (14, 14, 12), strict=True)]
+    return f"  {name}{' ' * (width - cell_len(name))}{''.join(columns)}"
 
 
 def layer_name(parameter: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import encodable, tr
 
 MB = 2**20  # as torch's and nvidia-smi's users write it
 
@@ -26,9 +27,8 @@ _FILE_FORMAT = OneLineFormatter("%(asctime)s - %(name)s - %(levelname)s - %(mess
 
 
 def echo(text: str) -> None:
-    """Prints a text, with ? for characters that the terminal cannot show."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    r"""Prints a text, with \u escapes for characters that the terminal cannot show."""
+    print(encodable(text, getattr(sys.stdout, "encoding", None)), flush=True)
 
 
 class StdoutHandler(logging.Handler):
@@ -117,7 +117,7 @@ class LineFileHandler(logging.Handler):
                 self._file.append(self.format(record))
         except MemprofError as error:
             self._file = None
-            echo(f"[WARNING] the log ends: {error}")
+            echo(f"[WARNING] {tr('the log ends: {error}', error=error)}")
 
 
 def make_logger(name: str, file: LineFile | None) -> logging.Logger:

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from torch import nn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import checked, in_language, localized, tr
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.toolkit import anomalies, readings
@@ -58,6 +59,7 @@ class GPUMemoryProfiler:
         enable_file_logging: whether to log to a file too, and write the summary to a file.
         threshold_mb: the maximum in use, in MB of 2**20 bytes; a record with more is logged as a warning, and is a
             finding.
+        language: "en" or "zh", of log lines, reports and findings; None: the process' language.
 
     Attributes:
         records: event → its records, each {"time" (seconds since the first record), "allocated", "reserved",
@@ -66,8 +68,8 @@ class GPUMemoryProfiler:
         log_file: the log's path, or None.
 
     Raises:
-        MemprofError: the log cannot be written, or the threshold is negative. Every method except `cleanup` raises it
-            after `cleanup`.
+        MemprofError: the log cannot be written, the threshold is negative, or there is no such language. Every method
+            except `cleanup` raises it after `cleanup`.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class GPUMemoryProfiler:
         log_dir: str | os.PathLike[str] = "logs",
         enable_file_logging: bool = True,
         threshold_mb: float | None = None,
+        language: str | None = None,
     ) -> None:
+        self.language = None if language is None else checked(language)
         self.log_dir = Path(log_dir)
         self.threshold_mb = None if threshold_mb is None else check_threshold(threshold_mb)
         self.records: dict[str, list[EventRecord]] = {}
@@ -93,8 +97,10 @@ class GPUMemoryProfiler:
             stamp = self.log_file.stem.removeprefix("memory_profiler")
         self._log: logging.Logger | None = make_logger(f"MemoryProfiler{stamp}", file)
         self._initial = take_snapshot()
-        self._write_header(self._log)
+        with in_language(self.language):
+            self._write_header(self._log)
 
+    @localized
     def record(self, event: str, extra: object = "") -> None:
         """Records the memory in use now under the event's name, and logs it with `extra`.
 
@@ -114,10 +120,12 @@ class GPUMemoryProfiler:
         self._history.append(snapshot)
         self._log_devices(log, snapshot)
         self._log_source(log, snapshot)
-        line = (
-            f"event: {event} | allocated: {main['allocated']:8.1f}MB | reserved: {main['reserved']:8.1f}MB | "
-            f"max allocated: {main['max_allocated']:8.1f}MB | max reserved: {main['max_reserved']:8.1f}MB | "
-            f"elapsed: {elapsed:.2f}s"
+        line = tr(
+            "event: {event} | allocated: {allocated:6.1f}MB | reserved: {reserved:6.1f}MB | "
+            "max allocated: {max_allocated:6.1f}MB | max reserved: {max_reserved:6.1f}MB | elapsed: {elapsed:.2f}s",
+            event=event,
+            elapsed=elapsed,
+            **main,
         )
         log.info(f"{line} | {extra}" if extra != "" else line)
         if len(sizes) > 1:
@@ -126,6 +134,7 @@ class GPUMemoryProfiler:
         for finding in self._over_threshold(snapshot):
             log.warning(finding.evidence)
 
+    @localized
     def record_detailed(
         self,
         event: str,
@@ -142,7 +151,7 @@ class GPUMemoryProfiler:
         self.record(event)
         log = self._open_log()
         for name, tensor in (tensor_info or {}).items():
-            log.info(f"  tensor {name}: {_describe_tensor(tensor)}")
+            log.info(tr("  tensor {name}: {description}", name=name, description=_describe_tensor(tensor)))
         if isinstance(model_info, nn.Module):
             analysis = analyze(model_info)
             model_info = {
@@ -151,8 +160,10 @@ class GPUMemoryProfiler:
                 "memory_mb": round(analysis["memory_mb"], 2),
             }
         for name, value in (model_info or {}).items():
-            log.info(f"  model {name}: {f'{value:,}' if isinstance(value, (int, float)) else value}")
+            shown = f"{value:,}" if isinstance(value, (int, float)) else value
+            log.info(tr("  model {name}: {value}", name=name, value=shown))
 
+    @localized
     def findings(self) -> list[Finding]:
         """Returns the findings among the records: leaks, sudden growth, overuse, fragmentation, and the largest excess.
 
@@ -162,11 +173,13 @@ class GPUMemoryProfiler:
         over = (finding for snapshot in self._history for finding in self._over_threshold(snapshot))
         return [*anomalies.find_in_history(self._history), *anomalies.largest(over)]
 
+    @localized
     def print_report(self) -> None:
         """Prints the timeline: a line for the start, and one for each record, in order."""
         self._open_log()
         echo(self._timeline())
 
+    @localized
     def generate_summary_report(self) -> str:
         """Returns the text of a summary: the peak and its event, the range of each event, and findings.
 
@@ -180,6 +193,7 @@ class GPUMemoryProfiler:
             write_text(self.log_file.with_name(self._stamped("memory_summary", ".txt")), text)
         return text
 
+    @localized
     def save_to_json(self, filename: str | os.PathLike[str] | None = None) -> str:
         """Writes `records` to a JSON file (default: memory_profiler_*.json in `log_dir`), and returns its path."""
         log = self._open_log()
@@ -194,7 +208,7 @@ class GPUMemoryProfiler:
                 )
             path = self._json_file
         write_text(path, json.dumps(self.records, ensure_ascii=False, indent=2) + "\n")
-        log.info(f"records: {path}")
+        log.info(tr("records: {path}", path=path))
         return str(path)
 
     def cleanup(self) -> None:
@@ -223,13 +237,13 @@ class GPUMemoryProfiler:
     def _write_header(self, log: logging.Logger) -> None:
         count = torch.cuda.device_count()
         log.info("=" * 80)
-        log.info("GPU memory profiler started")
+        log.info(tr("GPU memory profiler started"))
         log.info("=" * 80)
         if self.log_file is not None:
-            log.info(f"log file: {self.log_file}")
-        log.info(f"CUDA available: {count > 0}")
-        log.info(f"GPUs: {count}")
-        log.info("sizes in MB of 2^20 bytes and GB of 2^30")
+            log.info(tr("log file: {path}", path=self.log_file))
+        log.info(tr("CUDA available: {available}", available=count > 0))
+        log.info(tr("GPUs: {count}", count=count))
+        log.info(tr("sizes in MB of 2^20 bytes and GB of 2^30"))
         self._log_devices(log, self._initial)
 
     def _log_devices(self, log: logging.Logger, snapshot: MemorySnapshot) -> None:
@@ -247,7 +261,7 @@ class GPUMemoryProfiler:
         source = _sources(snapshot)
         if source != self._source:
             self._source = source
-            log.info(f"counted: {source}")
+            log.info(tr("counted: {source}", source=source))
 
     def _rows(self) -> list[tuple[str, EventRecord]]:
         rows = [(event, record) for event, records in self.records.items() for record in records]
@@ -257,38 +271,62 @@ class GPUMemoryProfiler:
         lines = ["==== GPU Memory Timeline ====="]
         rows: list[tuple[str, Sizes]] = [*self._rows()]
         if not self._history or _sources(self._initial) == _sources(self._history[0]):  # else it cannot be compared
-            rows = [(INITIAL, self._main_sizes(_sizes(self._initial))), *rows]
+            rows = [(tr(INITIAL), self._main_sizes(_sizes(self._initial))), *rows]
         for event, record in rows:
             name = " ".join(event.splitlines())
             name += " " * (_NAME_WIDTH - cell_len(name))  # a Chinese character takes two columns
-            lines.append(f"{name} | Allocated: {record['allocated']:8.1f}MB | Reserved: {record['reserved']:8.1f}MB")
+            lines.append(f"{name} | Allocated: {record['allocated']:6.1f}MB | Reserved: {record['reserved']:6.1f}MB")
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
         rows = self._rows()
         if not rows:
-            return ["GPU memory summary: nothing was recorded"]
+            return [tr("GPU memory summary: nothing was recorded")]
         first, last = rows[0][1], rows[-1][1]
         peak = max(record["max_allocated"] for _, record in rows)
         peak_event = next(event for event, record in rows if record["max_allocated"] == peak)
         lines = [
-            f"GPU memory summary: {len(rows)} records of {len(self.records)} events in {last['time']:.2f}s",
-            f"counted: {self._source}",
-            f"device: {self._device}",
-            f"peak: {peak:.1f}MB allocated, {last['max_reserved']:.1f}MB reserved, reached by the event {peak_event}",
-            f"from first to last record: {last['allocated'] - first['allocated']:+.1f}MB",
+            tr(
+                "GPU memory summary: {records} records of {events} events in {elapsed:.2f}s",
+                records=len(rows),
+                events=len(self.records),
+                elapsed=last["time"],
+            ),
+            tr("counted: {source}", source=self._source),
+            tr("device: {device}", device=self._device),
+            tr(
+                "peak: {allocated:.1f}MB allocated, {reserved:.1f}MB reserved, reached by the event {event}",
+                allocated=peak,
+                reserved=last["max_reserved"],
+                event=peak_event,
+            ),
+            tr("from first to last record: {change:+.1f}MB", change=last["allocated"] - first["allocated"]),
         ]
         largest = sorted(readings.peak_categories(self._device).items(), key=lambda item: -item[1])
-        lines += [f"  at the peak, {category}: {size / MB:.2f}MB" for category, size in largest]
+        for category, size in largest:
+            lines.append(tr("  at the peak, {category}: {size:.2f}MB", category=category, size=size / MB))
         for event, records in self.records.items():
             sizes = [record["allocated"] for record in records]
-            lines.append(f"{event}: {len(records)} records, {min(sizes):.1f}MB to {max(sizes):.1f}MB allocated")
+            lines.append(
+                tr(
+                    "{event}: {count} records, {lowest:.1f}MB to {highest:.1f}MB allocated",
+                    event=event,
+                    count=len(records),
+                    lowest=min(sizes),
+                    highest=max(sizes),
+                )
+            )
         return lines
 
 
 def _sources(snapshot: MemorySnapshot) -> str:
     return ", ".join(
-        f"{anomalies.device_label(reading['device'])} by {reading['source']}" for reading in snapshot["devices"]
+        tr(
+            "{device} by {source}",
+            device=anomalies.device_label(reading["device"]),
+            source=tr(reading["source"]),
+        )
+        for reading in snapshot["devices"]
     )
 
 
@@ -306,6 +344,6 @@ def _sizes(snapshot: MemorySnapshot) -> dict[str, Sizes]:
 
 def _describe_tensor(tensor: object) -> str:
     if not isinstance(tensor, torch.Tensor):
-        return f"{type(tensor).__name__}, not a tensor"
-    gradient = ", requires grad" if tensor.requires_grad else ""
+        return tr("{type}, not a tensor", type=type(tensor).__name__)
+    gradient = tr(", requires grad") if tensor.requires_grad else ""
     return f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {tensor.nbytes / MB:.2f}MB{gradient}"

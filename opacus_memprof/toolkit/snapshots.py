@@ -10,9 +10,11 @@ from datetime import datetime
 from typing import ParamSpec, TypeVar
 
 import torch
+from rich.cells import cell_len
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.reports.text import print_findings
@@ -38,7 +40,7 @@ def memory_snapshot(name: str = "snapshot") -> MemorySnapshot:
     """
     snapshot = take_snapshot(name)
     output.add_to_journal("snapshot", snapshot)
-    LOGGER.info(f"memory snapshot: {name}")
+    LOGGER.info(tr("memory snapshot: {name}", name=name))
     for reading in snapshot["devices"]:
         LOGGER.info(f"  {describe_reading(reading)}")
     return snapshot
@@ -62,7 +64,7 @@ def compare_snapshots(before: MemorySnapshot, after: MemorySnapshot) -> Snapshot
     """
     changes = difference(before, after)
     output.add_to_journal("difference", changes)
-    LOGGER.info(f"memory snapshots compared: {before['name']} vs {after['name']}")
+    LOGGER.info(tr("memory snapshots compared: {before} vs {after}", before=before["name"], after=after["name"]))
     for line in describe_difference(changes):
         LOGGER.info(f"  {line}")
     return changes
@@ -84,7 +86,7 @@ def check_memory_status(threshold_mb: float = 1000.0) -> list[Finding]:
     anomalies.log(findings)
     output.add_to_journal("finding", *findings)
     if not findings:
-        LOGGER.info(f"memory use is within {threshold_mb:.1f}MB")
+        LOGGER.info(tr("memory use is within {threshold:.1f}MB", threshold=threshold_mb))
     return findings
 
 
@@ -100,11 +102,11 @@ def monitor_function(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     if not callable(function):
         raise MemprofError(f"cannot monitor a {type(function).__name__}: pass a function and then its arguments")
     name = getattr(function, "__name__", type(function).__name__)
-    before = memory_snapshot(f"before {name}")
+    before = memory_snapshot(tr("before {name}", name=name))
     start = time.perf_counter()
     result = function(*args, **kwargs)
     duration = time.perf_counter() - start
-    change = difference_around_call(before, memory_snapshot(f"after {name}"))
+    change = difference_around_call(before, memory_snapshot(tr("after {name}", name=name)))
     change["duration_s"] = duration
     return result, change
 
@@ -118,8 +120,12 @@ def cleanup_memory() -> SnapshotDifference:
     changes = difference(before, take_snapshot())
     for change in changes["gpu_changes"]:
         LOGGER.info(
-            f"cleanup: {anomalies.device_label(change['device'])} allocated {change['memory_change_mb']:+.1f}MB, "
-            f"reserved {change['reserved_change_mb']:+.1f}MB"
+            tr(
+                "cleanup: {device} allocated {allocated:+.1f}MB, reserved {reserved:+.1f}MB",
+                device=anomalies.device_label(change["device"]),
+                allocated=change["memory_change_mb"],
+                reserved=change["reserved_change_mb"],
+            )
         )
     return changes
 
@@ -135,8 +141,8 @@ def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
     Raises:
         MemprofError: the file cannot be written.
     """
-    history = [*output.journal_since("snapshot"), take_snapshot("now")]
-    report = report_text("memory report", history, anomalies.find_in_history(history))
+    history = [*output.journal_since("snapshot"), take_snapshot(tr("now"))]
+    report = report_text(tr("memory report"), history, anomalies.find_in_history(history))
     if output_file is not None:
         write_text(output_file, report)
     return report
@@ -243,7 +249,7 @@ def report_text(title: str, history: Iterable[MemorySnapshot], findings: Sequenc
         findings: findings in the snapshots.
         since: a time of time.monotonic(); older entries of the journal are omitted.
     """
-    lines = [title, "=" * len(title), "sizes in MB of 2^20 bytes"]
+    lines = [title, "=" * cell_len(title), tr("sizes in MB of 2^20 bytes")]
     last: MemorySnapshot | None = None
     sources: dict[str, str] = {}
     for last in history:
@@ -251,21 +257,23 @@ def report_text(title: str, history: Iterable[MemorySnapshot], findings: Sequenc
         for reading in last["devices"]:
             source = sources.get(reading["device"], reading["source"])
             sources[reading["device"]] = reading["source"]
-            changed = f", counted by {reading['source']} from here on" if source != reading["source"] else ""
-            lines.append(f"  {describe_reading(reading)}{changed}")
+            changed = tr(", counted by {source} from here on", source=tr(reading["source"]))
+            lines.append(f"  {describe_reading(reading)}{changed if source != reading['source'] else ''}")
     for reading in last["devices"] if last else ():
-        lines += ["", f"{anomalies.device_label(reading['device'])}, counted by {reading['source']}"]
+        device = anomalies.device_label(reading["device"])
+        lines += ["", tr("{device}, counted by {source}", device=device, source=tr(reading["source"]))]
         largest = sorted(reading["categories_mb"].items(), key=lambda item: -item[1])
         lines += [f"  {category:<28}{size:>12.2f}MB" for category, size in largest]
     if last:
         system = last["system"]
-        lines += [f"machine: {system['available_mb']:.1f}MB of {system['total_mb']:.1f}MB available"]
+        free, total = system["available_mb"], system["total_mb"]
+        lines += [tr("machine: {free:.1f}MB of {total:.1f}MB available", free=free, total=total)]
     models = output.journal_since("model", since)
     for analysis in {analysis["name"]: analysis for analysis in models}.values():  # of one name the latest
         lines += ["", *model.describe_model(analysis)]
     differences = output.journal_since("difference", since)
     if differences:
-        lines += ["", "differences"]
+        lines += ["", tr("differences")]
     for difference in differences:
         lines += [f"  {difference['before']} -> {difference['after']}"]
         lines += [f"    {line}" for line in describe_difference(difference)]
@@ -277,7 +285,7 @@ def format_findings(findings: Iterable[Finding]) -> str:
     """Returns the text of findings, without repetitions, with their evidence and remedies."""
     distinct = {(finding.kind, finding.device, finding.evidence): finding for finding in findings}
     if not distinct:
-        return "\nno anomalies\n"
+        return f"\n{tr('no anomalies')}\n"
     text = io.StringIO()
     print_findings(list(distinct.values()), Console(file=text, width=_WIDTH, force_jupyter=False), count=len(distinct))
     return text.getvalue()
@@ -294,8 +302,9 @@ def describe_difference(difference: SnapshotDifference) -> list[str]:
     lines = []
     for change in difference["gpu_changes"]:
         utilization = change["utilization_change"]
-        suffix = "" if utilization is None else f", utilization change {utilization:+.1f}%"
-        lines.append(
-            f"{anomalies.device_label(change['device'])}: memory change {change['memory_change_mb']:+.1f}MB{suffix}"
-        )
+        device, size = anomalies.device_label(change["device"]), change["memory_change_mb"]
+        line = tr("{device}: memory change {size:+.1f}MB", device=device, size=size)
+        if utilization is not None:
+            line += tr(", utilization change {utilization:+.1f}%", utilization=utilization)
+        lines.append(line)
     return lines

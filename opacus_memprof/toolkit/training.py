@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import checked, in_language, localized, tr
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.toolkit import anomalies, lora
@@ -48,7 +49,7 @@ class Stage(TypedDict):
 
 
 def memory_profiled_training(
-    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, device: str = "auto"
+    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR, device: str = "auto", language: str | None = None
 ) -> "TrainingProfiler":
     """A context manager that measures the stages of a training run, and writes a report at the end of its block.
 
@@ -59,8 +60,12 @@ def memory_profiled_training(
     Args:
         log_dir: the directory of the report and the profile.
         device: what a session of its own records: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
+        language: "en" or "zh", of log lines, the report and findings; None: the process' language.
+
+    Raises:
+        MemprofError: there is no such language.
     """
-    return TrainingProfiler(Path(log_dir), device)
+    return TrainingProfiler(Path(log_dir), device, language)
 
 
 class TrainingProfiler:
@@ -72,7 +77,8 @@ class TrainingProfiler:
         profile: the content of profile.json, after the block; None if no session began here.
     """
 
-    def __init__(self, log_dir: Path, device: str = "auto") -> None:
+    def __init__(self, log_dir: Path, device: str = "auto", language: str | None = None) -> None:
+        self.language = None if language is None else checked(language)
         self.log_dir = log_dir
         self._device = device
         self.stages: list[Stage] = []
@@ -83,6 +89,7 @@ class TrainingProfiler:
         self._start_time = time.monotonic()
         self._follow_optimizers: RemovableHandle | None = None
 
+    @localized
     def __enter__(self) -> "TrainingProfiler":
         try:
             from opacus_memprof import session
@@ -98,9 +105,10 @@ class TrainingProfiler:
             self.session.attach(PrivacyEngine)
             self._follow_optimizers = register_optimizer_step_pre_hook(lambda optimizer, *_: self._attach(optimizer))
         except (ImportError, MemprofError) as error:
-            LOGGER.warning(f"no session is recorded, so there are no categories: {error}")
+            LOGGER.warning(tr("no session is recorded, so there are no categories: {error}", error=error))
         return self
 
+    @localized
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -124,7 +132,8 @@ class TrainingProfiler:
         exceptions pass unchanged.
         """
         self._attach(*args, *kwargs.values())
-        before = memory_snapshot(f"{name}: start")
+        with in_language(self.language):
+            before = memory_snapshot(tr("{name}: start", name=name))
         start = time.perf_counter()
         failed = True
         try:
@@ -134,9 +143,10 @@ class TrainingProfiler:
             return result
         finally:
             duration = time.perf_counter() - start
-            after = memory_snapshot(f"{name}: end")
-            self._history += [before, after]
-            change = difference_around_call(before, after)
+            with in_language(self.language):
+                after = memory_snapshot(tr("{name}: end", name=name))
+                self._history += [before, after]
+                change = difference_around_call(before, after)
             self.stages.append({"name": name, "duration_s": duration, "failed": failed, "change": change})
 
     def _attach(self, *objects: object) -> None:
@@ -155,10 +165,12 @@ class TrainingProfiler:
         """Adds a reading at a point that every step passes, from which leaks are found."""
         self._history.append({**take_snapshot(), "name": name})
 
+    @localized
     def memory_issues(self) -> list[Finding]:
         """Returns the findings of all stages and readings so far."""
         return anomalies.find_in_history(self._history)
 
+    @localized
     def generate_training_report(self, output_file: str | os.PathLike[str] | None = None) -> str:
         """Returns the text of a report: changes of all stages, findings and, after the block, the profile's summary.
 
@@ -170,14 +182,19 @@ class TrainingProfiler:
         """
         lines = []
         for stage in self.stages:
-            lines.append(f"{stage['name']}: {stage['duration_s']:.2f}s{', failed' if stage['failed'] else ''}")
+            failed = tr(", failed") if stage["failed"] else ""
+            lines.append(f"{stage['name']}: {stage['duration_s']:.2f}s{failed}")
             for change in stage["change"]["gpu_changes"]:
                 lines.append(
-                    f"  {anomalies.device_label(change['device'])}: {change['memory_change_mb']:+.2f}MB, "
-                    f"peak {change['peak_change_mb']:+.2f}MB"
+                    tr(
+                        "  {device}: {size:+.2f}MB, peak {peak:+.2f}MB",
+                        device=anomalies.device_label(change["device"]),
+                        size=change["memory_change_mb"],
+                        peak=change["peak_change_mb"],
+                    )
                 )
         report = "\n".join(
-            [*lines, "", report_text("training", self._history[-1:], self.memory_issues(), self._start_time)]
+            [*lines, "", report_text(tr("training"), self._history[-1:], self.memory_issues(), self._start_time)]
         )
         if self.profile is not None:
             report += "\n" + _summary(self.profile)
@@ -195,6 +212,7 @@ def debug_lora_training(
     log_dir: str | os.PathLike[str] = "logs/lora_debug",
     token: str | None = None,
     device: str = "auto",
+    language: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Creates a model with LoRA adapters, trains it for one epoch, and reports its memory by stage and category.
 
@@ -208,6 +226,7 @@ def debug_lora_training(
         log_dir: the directory of the report and the profile.
         token: token of the Hugging Face hub; default: HF_TOKEN. It is not written to any file.
         device: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
+        language: "en" or "zh", of log lines, the report and findings; None: the process' language.
 
     Returns:
         The trained model, and {"creation_analysis", "training_analysis" (see `analyze_model`), "memory_issues",
@@ -221,14 +240,14 @@ def debug_lora_training(
     settings = lora.read_settings(config)
     lora.parse_precision(precision)
     lora.choose_device(device)
-    with memory_profiled_training(log_dir, device) as profiler:
+    with in_language(language), memory_profiled_training(log_dir, device, language) as profiler:
         model = profiler.profile_stage("model_creation", lora.create_model, settings, precision, token, device)
-        creation = analyze_model(model, "model creation")
+        creation = analyze_model(model, tr("model creation"))
         if dataloader is None:
             dataloader = lora.synthetic_batches(settings, lora.vocabulary_size(model))
         training = profiler.profile_stage("preparation", lora.prepare_training, model, dataloader, settings)
         losses = profiler.profile_stage("training", lora.train, training, precision, lambda: profiler.note("step"))
-        trained = analyze_model(model, "training")
+        trained = analyze_model(model, tr("training"))
         lora.remove_opacus(training)
     issues = [*creation["findings"], *trained["findings"], *profiler.memory_issues()]
     devices = profiler.profile.devices if profiler.profile else {}
@@ -251,6 +270,7 @@ def debug_memory_with_different_configs(
     log_dir: str | os.PathLike[str] = "logs/config_comparison",
     token: str | None = None,
     device: str = "auto",
+    language: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Runs `debug_lora_training` for each variation of a configuration, on random tokens.
 
@@ -261,6 +281,7 @@ def debug_memory_with_different_configs(
         log_dir: the parent of each variation's directory, which has its name (or number).
         token: token of the Hugging Face hub; default: HF_TOKEN.
         device: "auto" (CUDA if there is a GPU), "cuda" or "cpu".
+        language: see `debug_lora_training`.
 
     Returns:
         name → {"memory_mb", "total", "trainable", "param_efficiency" (of the model, see `analyze_model`),
@@ -285,7 +306,9 @@ def debug_memory_with_different_configs(
         gc.collect()  # the previous model is part of cycles, and would count
         config = {**base, **variation}
         config["model"] = copy.deepcopy(config["model"])  # adapters are added to the given model
-        result = debug_lora_training(config, precision=precision, log_dir=directory, token=token, device=device)[1]
+        result = debug_lora_training(
+            config, precision=precision, log_dir=directory, token=token, device=device, language=language
+        )[1]
         analysis = result["creation_analysis"]
         peaks = [peak["requested_bytes"] / MB for peak in result["peak"].values()]
         results[name] = {

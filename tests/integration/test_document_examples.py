@@ -34,6 +34,23 @@ MODULES = [
 ]
 TEXT = (ROOT / "tests" / "data" / "document_examples.md").read_text(encoding="utf-8")
 DEVICE = "cuda" if torch.cuda.device_count() else "cpu"
+# What the toolkit says in each language.
+SAYS = {
+    "en": {
+        "tensor": "tensor input: ",
+        "start": "initialization",
+        "snapshot": "memory snapshot",
+        "analysis": "model analysis",
+        "model": "model my_model: 4,290 parameters",
+    },
+    "zh": {
+        "tensor": "张量 input: ",
+        "start": "初始化",
+        "snapshot": "获取内存快照",
+        "analysis": "快速分析模型",
+        "model": "模型 my_model: 共 4,290 个参数",
+    },
+}
 
 
 def examples(document: str) -> dict[str, str]:
@@ -65,6 +82,12 @@ def aliased_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, name, opacus_memprof)
     monkeypatch.chdir(tmp_path)
     output.clear_journal()
+
+
+@pytest.fixture(params=SAYS)
+def says(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setenv("OPACUS_MEMPROF_LANGUAGE", request.param)
+    return SAYS[request.param]
 
 
 def create_model() -> nn.Module:
@@ -120,17 +143,17 @@ def test_the_experiments_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.cuda
-def test_the_profiler_s_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profiler_s_document(says: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 1).to(DEVICE)
     tensors = {"input_tensor": torch.zeros(1024, 512, device=DEVICE), "output_tensor": torch.zeros(3, device=DEVICE)}
     run = Run("002", tensors)
     run("基本使用")
     [log] = Path("logs/my_training").glob("memory_profiler_*.log")
     assert "loss=0.1234" in log.read_text()
-    assert "tensor input: (1024, 512), torch.float32, cuda:0, 2.00MB" in log.read_text()
+    assert f"{says['tensor']}(1024, 512), torch.float32, cuda:0, 2.00MB" in log.read_text()
     assert list(json.loads(Path(run.names["json_file"]).read_text())) == ["模型创建", "前向传播", "训练步骤"]
     timeline = capsys.readouterr().out.split("==== GPU Memory Timeline =====\n")[1].splitlines()
-    assert [line.split()[0] for line in timeline[:4]] == ["initialization", "模型创建", "前向传播", "训练步骤"]
+    assert [line.split()[0] for line in timeline[:4]] == [says["start"], "模型创建", "前向传播", "训练步骤"]
 
     run(
         "在LoRA训练中使用",
@@ -168,7 +191,7 @@ def test_the_profiler_s_document(capsys: pytest.CaptureFixture[str]) -> None:
     run.assert_all_have_run()
 
 
-def check_the_debugger_s_document(printed: Callable[[], str]) -> None:
+def check_the_debugger_s_document(says: dict[str, str], printed: Callable[[], str]) -> None:
     run = Run("003", {"create_model": create_model, "create_your_model": create_model})
     model = create_model()
     run(
@@ -178,10 +201,10 @@ def check_the_debugger_s_document(printed: Callable[[], str]) -> None:
         args=(model, create_dataloader()),
     )
     assert run.names["result"] is model
-    for line in ("[INFO] memory snapshot: before_training", "[INFO] model analysis: my_model"):
+    for line in (f"[INFO] {says['snapshot']}: before_training", f"[INFO] {says['analysis']}: my_model"):
         assert line in printed()
     assert "before_training" in run.names["report"]
-    assert "model my_model: 4,290 parameters" in run.names["report"]
+    assert says["model"] in run.names["report"]
 
     batches = [{"input_ids": torch.randint(256, (2, 8))} for _ in range(2)]
     run("2. 高级使用 - 完整训练监控", config={"model": "tiny", "r": 2}, dataloader=batches)
@@ -242,13 +265,13 @@ class Printed:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the same as the next")
-def test_the_debugger_s_document(capsys: pytest.CaptureFixture[str]) -> None:
-    check_the_debugger_s_document(Printed(capsys))
+def test_the_debugger_s_document(says: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_the_debugger_s_document(says, Printed(capsys))
 
 
 @pytest.mark.cuda
-def test_the_debugger_s_document_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    check_the_debugger_s_document(Printed(capsys))
+def test_the_debugger_s_document_on_a_gpu(says: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_the_debugger_s_document(says, Printed(capsys))
 
 
 def test_our_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

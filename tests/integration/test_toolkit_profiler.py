@@ -127,10 +127,10 @@ def test_the_timeline_is_in_order_and_aligned(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     profiler.print_report()
     size = in_use + grown.nbytes / MB
-    columns = f"| Allocated: {size:8.1f}MB | Reserved: {size:8.1f}MB"
+    columns = f"| Allocated: {size:6.1f}MB | Reserved: {size:6.1f}MB"
     assert capsys.readouterr().out.splitlines() == [
         "==== GPU Memory Timeline =====",
-        f"initialization       | Allocated: {in_use:8.1f}MB | Reserved: {in_use:8.1f}MB",
+        f"initialization       | Allocated: {in_use:6.1f}MB | Reserved: {in_use:6.1f}MB",
         f"初始化               {columns}",
         f"forward              {columns}",
         f"初始化               {columns}",

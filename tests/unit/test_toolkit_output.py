@@ -3,7 +3,6 @@
 
 import io
 import logging
-import sys
 import threading
 import time
 from pathlib import Path
@@ -66,13 +65,6 @@ def test_a_log_that_cannot_be_written_ends_alone(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     assert printed.count("the log ends: cannot write") == 1
     assert "INFO - second" in printed
-
-
-def test_an_ascii_terminal_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    output.echo("模型 ok")
-    assert terminal.buffer.getvalue() == b"?? ok\n"  # type: ignore[attr-defined]
 
 
 def test_the_root_logger_neither_silences_nor_repeats_it(

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue has every message, and what the documents in Chinese show is said exactly so."""
+
+import ast
+import gettext
+import io
+import re
+import string
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from babel.messages import mofile, pofile
+from torch import nn
+
+import opacus_memprof
+from opacus_memprof import language
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import in_language, set_language, tr
+from opacus_memprof.toolkit import anomalies, output, readings, snapshots
+
+PACKAGE = Path(opacus_memprof.__file__).parent
+CATALOGUE = PACKAGE / "locale" / "zh.po"
+
+
+def strings_of_the_package() -> Iterator[tuple[str, bool]]:
+    """Every string in the package's sources, and whether it is the message of a `tr`."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
+                if isinstance(node.args[0], ast.Constant):
+                    yield node.args[0].value, True
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value, False
+
+
+def places(message: str) -> set[tuple[str | None, str | None, str | None]]:
+    return {(name, spec, conversion) for _, name, spec, conversion in string.Formatter().parse(message) if name}
+
+
+@pytest.fixture(autouse=True)
+def language_of_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(language.VARIABLE, raising=False)
+    yield
+    set_language(None)
+
+
+def test_no_message_is_missing() -> None:
+    catalogue = language._catalogue("zh")
+    assert sorted({message for message, is_said in strings_of_the_package() if is_said} - catalogue.keys()) == []
+
+
+def test_no_translation_is_left_over() -> None:
+    used = {text for text, _ in strings_of_the_package()}
+    kinds = {text.replace("_", " ") for text in used}
+    assert sorted(language._catalogue("zh").keys() - used - kinds - {""}) == []
+
+
+def test_translations_have_the_places_of_their_messages() -> None:
+    catalogue = language._catalogue("zh")
+    assert catalogue
+    wrong = {message: text for message, text in catalogue.items() if message and places(message) != places(text)}
+    assert wrong == {}
+
+
+def test_translations_are_chinese() -> None:
+    catalogue = language._catalogue("zh")
+    same = [text for message, text in catalogue.items() if message and not re.search(r"[\u4e00-\u9fff]", text)]
+    assert [text for text in same if re.search("[a-z]{2}", re.sub(r"\{[^}]*\}", "", text))] == []
+
+
+def test_other_readers_of_catalogues_read_the_same() -> None:
+    with CATALOGUE.open("rb") as file:
+        catalogue = pofile.read_po(file, locale="zh", abort_invalid=True)
+    compiled = io.BytesIO()
+    mofile.write_mo(compiled, catalogue)
+    compiled.seek(0)
+    translations = gettext.GNUTranslations(compiled)
+    ours = {message: text for message, text in language._catalogue("zh").items() if message}
+    assert len(ours) == len(catalogue)
+    assert {message: translations.gettext(message) for message in ours} == ours
+
+
+def test_the_language_is_that_of_the_block_then_the_process_then_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tr("training") == "training"
+    monkeypatch.setenv(language.VARIABLE, "zh_CN.UTF-8")
+    assert tr("training") == "训练"
+    set_language("en")
+    assert tr("training") == "training"
+    with in_language("zh"):
+        assert tr("training") == "训练"
+        with in_language(None):
+            assert tr("training") == "训练"
+    assert tr("training") == "training"
+
+
+def test_a_language_of_the_process_is_that_of_its_threads() -> None:
+    said = []
+    set_language("zh")
+    thread = threading.Thread(target=lambda: said.append(tr("training")))
+    thread.start()
+    thread.join()
+    assert said == ["训练"]
+
+
+@pytest.mark.parametrize("choose", [set_language, lambda name: opacus_memprof.GPUMemoryProfiler(language=name)])
+def test_a_language_that_nobody_speaks_here(choose) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(MemprofError, match="the language 'fr' is not known: choose one of en, zh"):
+        choose("fr")
+
+
+def test_the_variable_is_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(language.VARIABLE, "fr")
+    with pytest.raises(MemprofError, match="OPACUS_MEMPROF_LANGUAGE 'fr' is not known"):
+        tr("training")
+
+
+def test_an_ascii_terminal_loses_nothing_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language._say_escaped.cache_clear()
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.echo("模型 ok")
+    output.echo("模型 ok")
+    assert terminal.buffer.getvalue() == 2 * (rb"\u6a21\u578b ok" + b"\n")  # type: ignore[attr-defined]
+    assert capsys.readouterr().err.count("PYTHONIOENCODING=utf-8") == 1
+
+
+def test_the_log_lines_of_the_profiler_s_document(tmp_path: Path) -> None:
+    profiler = opacus_memprof.GPUMemoryProfiler(tmp_path, language="zh")
+    profiler.record("训练开始")
+    profiler.record("前向传播", "loss=0.1234")
+    assert profiler.log_file is not None
+    said = [line.split(" - INFO - ")[1] for line in profiler.log_file.read_text(encoding="utf-8").splitlines()]
+    assert said[:3] == ["=" * 80, "GPU内存分析器初始化", "=" * 80]
+    assert said[3:6] == [
+        f"日志文件: {profiler.log_file}",
+        f"CUDA可用: {torch.cuda.device_count() > 0}",
+        f"GPU数量: {torch.cuda.device_count()}",
+    ]
+    size = r" [ \d]{3}\d\.\dMB"
+    sizes = rf"分配:{size} \| 保留:{size} \| 最大分配:{size} \| 最大保留:{size} \| 耗时: \d+\.\d\ds"
+    events = [line for line in said if line.startswith("事件: ")]
+    assert re.fullmatch(rf"事件: 训练开始 \| {sizes}", events[0])
+    assert re.fullmatch(rf"事件: 前向传播 \| {sizes} \| loss=0\.1234", events[1])
+
+
+def test_the_table_of_the_profiler_s_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = opacus_memprof.GPUMemoryProfiler(tmp_path, enable_file_logging=False, language="zh")
+    profiler.record("模型创建")
+    capsys.readouterr()
+    profiler.print_report()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "==== GPU Memory Timeline ====="
+    for line, name in zip(lines, ("初始化               ", "模型创建             "), strict=True):
+        assert re.fullmatch(rf"{name}\| Allocated: [ \d]{{4}}\.\dMB \| Reserved: [ \d]{{4}}\.\dMB", line)
+
+
+def test_an_object_s_language_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chinese = opacus_memprof.GPUMemoryProfiler(tmp_path, enable_file_logging=False, language="zh")
+    english = opacus_memprof.GPUMemoryProfiler(tmp_path, enable_file_logging=False)
+    capsys.readouterr()
+    chinese.record("a")
+    english.record("b")
+    chinese.record("c")
+    found = re.findall(r"INFO - (事件|event): (\w)", capsys.readouterr().out)
+    assert found == [("事件", "a"), ("event", "b"), ("事件", "c")]
+
+
+def test_the_lines_of_the_debugger_s_document(capsys: pytest.CaptureFixture[str]) -> None:
+    def reading(device: str, used: float, total: float) -> readings.Reading:
+        return readings.make_reading(device, "x", round(used * output.MB), 0, 0, 0, round(total * output.MB))
+
+    assert snapshots.describe_reading(reading("cuda:0", 1234.5, 11264)) == "GPU 0: 1234.5MB / 11264.0MB (11.0%)"
+    model = nn.Linear(2, 3)
+    model.weight.requires_grad = False
+    nn.init.constant_(model.bias, float("nan"))
+    set_language("zh")
+    before = snapshots.memory_snapshot("before_training")
+    changes = snapshots.compare_snapshots(before, snapshots.memory_snapshot("after_training"))
+    opacus_memprof.analyze_model(model, "lora_model")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "[INFO] 获取内存快照: before_training"
+    assert "[INFO] 比较内存快照: before_training vs after_training" in said
+    change = changes["gpu_changes"][0]
+    line = f"[INFO]   {anomalies.device_label(change['device'])}: 内存变化 {change['memory_change_mb']:+.1f}MB"
+    assert any(each.startswith(line) for each in said)
+    if change["utilization_change"] is not None:
+        assert f"{line}, 利用率变化 {change['utilization_change']:+.1f}%" in said
+    at = said.index("[INFO] 快速分析模型: lora_model")
+    assert said[at + 1 : at + 6] == [
+        "[INFO]   总参数: 9",
+        "[INFO]   可训练参数: 3",
+        "[INFO]   内存占用: 0.00 MB",
+        "[INFO]   参数效率: 33.33%",
+        "[ERROR] 参数包含NaN: bias",
+    ]
+    anomalies.log(anomalies.find_in_snapshot({**before, "devices": [reading("cuda:0", 1456.7, 11264)]}, 1000.0))
+    assert capsys.readouterr().out == "[WARNING] GPU 0 内存使用超过阈值: 1456.7MB > 1000.0MB\n"
+    large = nn.Module()
+    large.lm_head = nn.Linear(5094, 7497, bias=False, device="meta")
+    [finding] = anomalies.find_in_model(large)
+    assert finding.evidence == "大参数检测: lm_head.weight (145.68 MB)"
+
+
+def test_a_report_in_chinese_has_no_english_sentence(tmp_path: Path) -> None:
+    with opacus_memprof.create_memory_debugger(tmp_path, language="zh") as debugger:
+        debugger.create_memory_checkpoint("开始")
+        with in_language("zh"):
+            opacus_memprof.analyze_model(nn.Linear(2, 3), "模型")
+        debugger.create_memory_checkpoint("结束")
+        debugger.compare_checkpoints("开始", "结束")
+        report = debugger.generate_memory_report()
+    known = {"cpu", "cuda", "float", "memory_stats", "torch", "weight", "bias"}
+    assert set(re.findall("[A-Za-z][a-z_]{2,}", report)) - known == set()
