@@ -56,7 +56,7 @@ def plan(
         typer.Option(
             metavar="ARG=LOW..HIGH",
             help="Find the largest value of a script argument that fits: batch-size=1..4096. Further arguments, "
-            "such as seq-length=128,256, make a grid.",
+            "such as seq-length=128,256 or dtype=bfloat16,float16, make a grid.",
             show_default=False,
         ),
     ] = None,

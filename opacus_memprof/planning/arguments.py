@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.configuration import PlannedConfiguration
 
-_VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>\d+(?:,\d+)*)")
+_VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>(?!\S*\.\.)[^,\s]+(?:,[^,\s]+)*)")
 _RANGE = re.compile(r"(?P<name>[^=\s]+)=(?P<low>-?\d+)\.\.(?P<high>-?\d+)")
+
+
+Value = int | str  # of an argument of the program
 
 
 @dataclass(frozen=True)
@@ -45,33 +48,38 @@ class Search:
     """
 
     searched: Range | None
-    others: Mapping[str, Sequence[int]]
+    others: Mapping[str, Sequence[Value]]
 
 
 def parse_search(texts: Sequence[str]) -> Search:
     """Parses --search. The first `ARGUMENT=LOW..HIGH` is searched.
 
-    The others form a grid: the values of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
+    The others form a grid: the numbers or words of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
 
     Raises:
         MemprofError: a text has neither form, a range is empty, or an argument is named twice.
     """
-    searched, others = None, dict[str, Sequence[int]]()
+    searched, others = None, dict[str, Sequence[Value]]()
     for text in texts:
+        values: Sequence[Value] = []
         listed = _VALUES.fullmatch(text.strip())
         if listed is None:
             found = parse_range(text)
             if searched is None:
-                searched, name, values = found, found.name, []
+                searched, name = found, found.name
             else:
                 name, values = found.name, found.doubled()
         else:
-            name, values = listed["name"], list(dict.fromkeys(map(int, listed["values"].split(","))))
+            name, values = listed["name"], list(dict.fromkeys(map(_value, listed["values"].split(","))))
         if name in others or (searched is not None and name == searched.name and values):
             raise MemprofError(f"--search names {name} twice: give it one range, or list its values")
         if values:
             others[name] = values
     return Search(searched, others)
+
+
+def _value(text: str) -> Value:
+    return int(text) if re.fullmatch("0|[1-9][0-9]*", text) else text
 
 
 def parse_range(text: str) -> Range:

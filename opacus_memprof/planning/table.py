@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import Range, with_argument
+from opacus_memprof.planning.arguments import Range, Value, with_argument
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
@@ -34,7 +34,7 @@ class PlannedCell:
     mode: str | None
     configuration: PlannedConfiguration
     settings: str | None = None
-    fixed: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, Value] = field(default_factory=dict)
     runs: dict[int, VirtualRun] = field(default_factory=dict)
     error: str = ""
 
@@ -169,7 +169,7 @@ def make_cells(
     *,
     modes: tuple[str, Sequence[str]] | None = None,
     settings: Sequence[str] = (),
-    values: Mapping[str, Sequence[int]] | None = None,
+    values: Mapping[str, Sequence[Value]] | None = None,
 ) -> list[PlannedCell]:
     """Makes a cell for each combination. For equal values of arguments, the smallest changes of the base come first.
 

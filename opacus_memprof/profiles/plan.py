@@ -152,7 +152,7 @@ class PlanCell(JsonObject):
 
     mode: str | None
     settings: str | None
-    fixed: dict[str, int]
+    fixed: dict[str, int | str]
     gpu: str
     memory_bytes: int | None
     largest: int | None

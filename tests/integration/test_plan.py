@@ -239,17 +239,17 @@ def test_a_rank_of_several_holds_its_shard(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_and_listed_values_make_a_table(tmp_path: Path) -> None:
-    asked = ["--settings", "expandable_segments:True,False", "--search", "batch-size=3,5"]
-    planned = plan(tmp_path, *asked, SCRIPTS / "train_to_plan.py")
+    asked = ["--settings", "expandable_segments:True,False", "--search", "mode=single,double"]
+    planned = plan(tmp_path, *asked, SCRIPTS / "train_to_plan.py", "--batch-size", "3")
     assert planned.returncode == 0, planned.stderr
     cells = content(tmp_path)["cells"]
     expandable, plain = "expandable_segments:True", "expandable_segments:False"
     assert [(cell["fixed"], cell["settings"]) for cell in cells] == [
-        ({"batch-size": size}, settings) for size in (3, 5) for settings in (plain, expandable)
+        ({"mode": mode}, settings) for mode in ("single", "double") for settings in (plain, expandable)
     ]
     for cell in cells:
         (run,) = cell["runs"]
-        batch = cell["fixed"]["batch-size"] * 16 * MIB
+        batch = {"single": 3 * 16 * MIB, "double": 3 * 32 * MIB}[cell["fixed"]["mode"]]
         small = 2 * MIB  # one segment, or one part of an expandable one, for what is small
         assert run["fits"]
         # Expandable segments grow by 20 MiB for large blocks.

@@ -57,6 +57,16 @@ def test_of_several_searches_the_first_range_is_searched() -> None:
     assert parse_search(["n=1..4", "m=4..4"]).others == {"m": [4]}
 
 
+def test_words_are_passed_on_as_they_are_written() -> None:
+    asked = parse_search(["dtype=bfloat16,float16", "size=007,7,1.5,7", "attention=flash"])
+    assert asked.searched is None
+    assert asked.others == {"dtype": ["bfloat16", "float16"], "size": ["007", 7, "1.5"], "attention": ["flash"]}
+    base = PlannedConfiguration(PlannedProgram("train.py", ("--dtype=float32",)), "h100")
+    cells = make_cells(base, ["h100"], values={"dtype": asked.others["dtype"]})
+    assert [cell.configuration.program.arguments for cell in cells] == [("--dtype=bfloat16",), ("--dtype=float16",)]
+    assert [cell.label for cell in cells] == ["dtype=bfloat16 on h100", "dtype=float16 on h100"]
+
+
 @pytest.mark.parametrize(
     ("texts", "sentence"),
     [
@@ -64,6 +74,8 @@ def test_of_several_searches_the_first_range_is_searched() -> None:
         (["n=1,2", "n=1..4", "n=3"], "names n twice"),
         (["n=1,2", "m=9..1"], "is a range with nothing in it"),
         (["n="], "is not of the form ARGUMENT=LOW..HIGH"),
+        (["n=a,"], "is not of the form ARGUMENT=LOW..HIGH"),
+        (["n=a..b"], "is not of the form ARGUMENT=LOW..HIGH"),
     ],
 )
 def test_searches_that_say_nothing(texts: list[str], sentence: str) -> None:
