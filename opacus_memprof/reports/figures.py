@@ -5,8 +5,12 @@ matplotlib's Agg canvas draws into files, without a display, pyplot or global st
 """
 
 import contextlib
+import functools
+import logging
 import math
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,20 @@ if TYPE_CHECKING:
 _DPI = 150
 _LEGEND_ROWS = 24
 _LABEL_LENGTH = 28  # characters of a name
+# matplotlib knows the file of Noto Sans CJK by its first font, which has Chinese characters as well.
+_CJK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans SC",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "PingFang SC",
+    "Hiragino Sans GB",
+    "Microsoft YaHei",
+    "SimHei",
+    "Droid Sans Fallback",
+)
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -51,9 +69,44 @@ def saved_figure(
         matplotlib.rcParams.update(_style(THEMES[theme]))
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
-        yield figure
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", metadata={"Software": "opacus-memprof"})
+        with _missing_glyphs_named():
+            yield figure
+            with replacing(path) as temporary:
+                figure.savefig(temporary, format="png", metadata={"Software": "opacus-memprof"})
+
+
+@contextlib.contextmanager
+def _missing_glyphs_named() -> Iterator[None]:
+    """Turns matplotlib's warnings about glyphs, one for each character, into one sentence for the process."""
+    log = logging.getLogger("matplotlib.font_manager")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it would log that such a font has no bold
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        log.setLevel(level)
+    for each in caught:
+        if "missing from font" in str(each.message):
+            _say_glyphs_are_missing()
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@functools.cache
+def _say_glyphs_are_missing() -> None:
+    remedy = "install a font that has them, such as Debian's package fonts-noto-cjk, and draw them again"
+    print(f"opacus-memprof: a picture has names in characters that no font here has: {remedy}", file=sys.stderr)
+
+
+@functools.cache
+def _font_families() -> list[str]:
+    """Returns matplotlib's own font, and the installed fonts for the characters that it does not have."""
+    from matplotlib import font_manager
+
+    installed = set(font_manager.get_font_names())
+    return ["DejaVu Sans", *(name for name in _CJK_FONTS if name in installed)]
 
 
 def _style(theme: Theme) -> dict[Any, Any]:
@@ -80,6 +133,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
         "ytick.color": theme.muted,
         "xtick.labelcolor": theme.text,
         "ytick.labelcolor": theme.text,
+        "font.family": _font_families(),
         "font.size": 9,
         "legend.frameon": False,
         "legend.fontsize": 8,

@@ -2,8 +2,10 @@
 """What all pictures share."""
 
 import sys
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from opacus_memprof.errors import MemprofError
@@ -110,3 +112,33 @@ def test_without_matplotlib_the_user_is_told_how_to_get_it(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MemprofError, match="pip install matplotlib"), figures.saved_figure(tmp_path / "a.png"):
         pass
+
+
+def draw(path: Path, title: str) -> np.ndarray:
+    from matplotlib.image import imread
+
+    with figures.saved_figure(path, "light", (4, 1)) as figure:
+        figure.suptitle(title)
+    return imread(path)
+
+
+def test_chinese_names_have_glyphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if len(figures._font_families()) == 1:
+        pytest.skip("no font here has Chinese characters")
+    first, second = draw(tmp_path / "a.png", "模型"), draw(tmp_path / "b.png", "梯度")
+    assert (first != second).any()  # without glyphs both are two empty boxes
+    assert capsys.readouterr().err == ""
+
+
+def test_characters_without_a_glyph_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "_font_families", lambda: ["DejaVu Sans"])
+    figures._say_glyphs_are_missing.cache_clear()
+    assert (draw(tmp_path / "a.png", "模型") == draw(tmp_path / "b.png", "梯度")).all()
+    assert capsys.readouterr().err.count("fonts-noto-cjk") == 1
+
+
+def test_warnings_that_are_not_about_glyphs_pass(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="mine"), figures.saved_figure(tmp_path / "a.png"):
+        warnings.warn("mine", stacklevel=1)
