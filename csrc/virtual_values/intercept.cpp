@@ -242,8 +242,6 @@ void install() {
   static_cast<void>(passing);
 }
 
-int dispatch_key() { return static_cast<int>(kKey); }
-
 void enable_thread() { c10::impl::tls_set_dispatch_key_included(kKey, true); }
 
 }  // namespace opacus_memprof::virtual_values

@@ -10,9 +10,6 @@ namespace opacus_memprof::virtual_values {
 // Registers what stands at the key; once.
 void install();
 
-// The number of the key.
-int dispatch_key();
-
 // From now on operators that this thread calls are seen.
 void enable_thread();
 

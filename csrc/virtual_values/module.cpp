@@ -10,7 +10,6 @@ namespace values = opacus_memprof::virtual_values;
 
 PYBIND11_MODULE(_virtual, module) {
   module.def("install", &values::install, pybind11::call_guard<pybind11::gil_scoped_release>());
-  module.def("dispatch_key", &values::dispatch_key);
   module.def("enable_thread", &values::enable_thread);
   module.def("set_libraries", &values::set_libraries);
   module.def("unknown_reads", &values::unknown_reads);

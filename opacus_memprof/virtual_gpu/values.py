@@ -26,6 +26,7 @@ import threading
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,7 +79,7 @@ def _pass_higher_order_operators() -> None:
     """
     from torch import _ops
 
-    key = torch._C.DispatchKey(_virtual.dispatch_key())
+    key: Any = torch._C._parse_dispatch_key("Fake")  # where csrc/virtual_values stands
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(key)  # type: ignore[no-untyped-call]
