@@ -5,6 +5,7 @@
 #   make test       every check and test
 #   make format     formats all sources
 #   make docs       the documentation as a site: build/site/index.html
+#   make docs-output    makes the pictures of the documentation again: two minutes
 #
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
@@ -27,7 +28,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs cpp-test python-test opacus-suite faults matrix try format tidy FORCE
+.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -51,6 +52,9 @@ lint: $(VENV)/.opacus-memprof-built
 # The variable silences a notice about successors.
 docs: $(VENV)/.opacus-memprof-built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-output: $(VENV)/.opacus-memprof-built
+	$(BIN)/python tools/readme_picture.py
 
 # Two processes; one where there is a GPU (tests/conftest.py). Each begins with half of the tests, in their order, and at
 # the end takes tests from the other. Models are so small that threads would only cost time. Without a GPU, CUDA's tests run

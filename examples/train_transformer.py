@@ -6,10 +6,12 @@ Run it as it is, or under the profiler: `opacus-memprof run examples/train_trans
 """
 
 import argparse
+import contextlib
 import math
 
 import torch
 from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,12 +79,15 @@ def main() -> None:
         "--mode", default="hooks", choices=["hooks", "ghost", "vanilla"], help="Opacus' grad_sample_mode"
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--max-physical-batch-size", type=int, help="samples of a backward pass: less memory")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     size = dict(SIZES[device])
-    batch = size.pop("batch")
+    batch = args.batch_size or size["batch"]
+    del size["batch"]
 
     torch.manual_seed(args.seed)
     text = torch.randint(size["vocabulary"], (args.steps * batch, size["length"] + 1))
@@ -105,18 +110,24 @@ def main() -> None:
         model, optimizer, *criteria, loader = made  # ghost clipping returns a criterion as well
         criterion = criteria[0] if criteria else criterion
 
-    for step, (tokens,) in enumerate(loader):
-        tokens = tokens.to(device)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
-        optimizer.zero_grad()
-        logits = model(inputs)
-        if args.mode == "ghost":  # the criterion of ghost clipping needs to know which tokens make a sample
-            loss = criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape)
-        else:
-            loss = criterion(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    batches: contextlib.AbstractContextManager[DataLoader] = contextlib.nullcontext(loader)
+    if args.max_physical_batch_size:
+        batches = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=args.max_physical_batch_size, optimizer=optimizer
+        )
+    with batches as loader:
+        for step, (tokens,) in enumerate(loader):
+            tokens = tokens.to(device)
+            inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+            optimizer.zero_grad()
+            logits = model(inputs)
+            if args.mode == "ghost":  # the criterion of ghost clipping needs to know which tokens make a sample
+                loss = criterion(logits.flatten(0, 1), targets.flatten(), shape=logits.shape)
+            else:
+                loss = criterion(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from opacus_memprof.profiles.categories import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+HOME = re.compile(r"https://(?:raw\.githubusercontent|github)\.com/opacus-memprof/opacus-memprof/(?:blob/)?main/")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
@@ -39,6 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Makes links and pictures of the repository those of the site."""
+    markdown = _relative(page.file, markdown)
     for marker, made in (("<!-- commands:", _commands), ("<!-- glossary:", _glossary)):
         if marker in markdown:
             markdown = markdown.partition(marker)[0] + made()
@@ -46,6 +48,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     folder = posixpath.dirname(page.file.src_uri)
     markdown = LINK.sub(lambda link: posixpath.relpath(_page_of(_target(page.file, link[1])), folder), markdown)
     return _with_colors(markdown) if page.file.src_uri == "categories.md" else markdown
+
+
+def _relative(file: File, markdown: str) -> str:
+    """README.md's links to the repository are absolute, for PyPI."""
+    return HOME.sub("", markdown) if file.src_uri == PAGES["README.md"] else markdown
 
 
 def _target(file: File, link: str) -> str:
@@ -65,7 +72,7 @@ def _page_of(target: str) -> str:
 def _linked_sources(files: Files) -> Iterator[str]:
     """The files outside docs/ that pages link to."""
     for file in files.documentation_pages():
-        for link in LINK.findall(file.content_string):
+        for link in LINK.findall(_relative(file, file.content_string)):
             target = _target(file, link)
             if target not in PAGES and not target.startswith("docs/") and (ROOT / target).is_file():
                 yield target

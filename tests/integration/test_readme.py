@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every python block of docs/python.md runs, each in a process of its own; the README shows a report of today."""
+"""The commands of the README and every python block of docs/python.md run; the README's links lead somewhere."""
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,12 +73,61 @@ def test_the_reference_has_the_whole_api() -> None:
     assert public | {"opacus_memprof.session.current"} <= set(names)
 
 
-def test_the_output_speaks_todays_words() -> None:
+URLS = re.findall(r"\]\((\S+?)\)", README)
+HERE = re.compile(
+    r"https://(?:github\.com/opacus-memprof/opacus-memprof/blob|raw\.githubusercontent\.com/opacus-memprof/opacus-memprof)"
+    r"/main/([^#]+)"
+)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_links_of_the_readme_work_on_any_page(url: str) -> None:
+    """An index shows it without the files beside it."""
+    assert url.startswith("https://")
+    if "opacus-memprof/opacus-memprof" in url:
+        found = HERE.fullmatch(url)
+        assert found is not None
+        assert (ROOT / found[1]).is_file()
+
+
+def test_the_picture_loads_nothing_and_has_todays_words() -> None:
+    picture = (ROOT / "docs" / "images" / "out_of_memory.svg").read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\s\"<]+", picture))
+    assert addresses == {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
+    text = re.sub(r"<[^>]+>", "", picture).replace("&#160;", " ")
+    for words in ("OUT OF MEMORY", "FIX", "fits", "HELD AT THE FAILURE", "finished", "WHAT PRIVACY COSTS"):
+        assert words in text
+
+
+def test_the_commands_of_make_exist() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"make ([a-z]+)", README)) <= set(targets)
+
+
+def test_the_number_of_categories() -> None:
+    from opacus_memprof.profiles.categories import BY_NAME
+
+    assert f"| {len(BY_NAME)}, with those of DP-SGD |" in README
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     from opacus_memprof.recording import native
 
-    output = re.search(r"<!-- output of make profile -->\n```text\n(.*?)```", README, re.DOTALL)
-    assert output is not None
-    rows = re.findall(r"^([a-z_]+) +[\d.]+ [KMG]?i?B +[\d.]+ %[^a-z\n]*$", output[1], re.MULTILINE)
-    categories = {re.sub("^activation_hooks_.*", "activation_hooks", name) for name in native.names()["categories"]}
-    assert {"model_parameters", "per_sample_gradients"} <= set(rows) <= categories
-    assert "every byte accounted for" in output[1]
+    begin = "import argparse, torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float)\n"
+    begin += "parser.parse_args()\ntorch.set_default_device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+    (tmp_path / "train.py").write_text(begin + PROGRAM + "train(model, optimizer, loader)\n")
+    commands = re.findall(r"`opacus-memprof ([^`]+)`", README)
+    assert {command.split()[0] for command in commands} == {"doctor", "run", "report", "tax", "plan"}
+    for command in sorted(commands, key=lambda command: not command.startswith("run")):  # the others read its profile
+        if command.startswith("plan") and not native.HAS_CUDA:
+            continue
+        words = ["memprof_profile" if word in ("DIR", "WITH", "WITHOUT") else word for word in command.split()]
+        ran = subprocess.run(
+            [sys.executable, "-m", "opacus_memprof", *words], capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
+        assert ran.returncode == 0, (command, ran.stdout, ran.stderr)
