@@ -90,6 +90,19 @@ _IMPORTED_BY: tuple[Any, ...] = (
 )
 
 
+_adopted = 0  # calls of adopt_grad_samples in effect
+
+
+def adopts_grad_samples() -> bool:
+    """Returns whether `adopt_grad_samples` is in effect."""
+    return _adopted > 0
+
+
+def has_norm_samplers() -> bool:
+    """Returns whether `register_norm_samplers` is in effect."""
+    return isinstance(GradSampleHooksFastGradientClipping.NORM_SAMPLERS.get(nn.Linear), FlashNormSampler)
+
+
 def adopt_grad_samples() -> Callable[[], None]:
     """Makes Opacus use the tensors that a grad sampler returns as `p.grad_sample`, without a copy.
 
@@ -101,6 +114,7 @@ def adopt_grad_samples() -> Callable[[], None]:
     Returns:
         A function that restores the previous state.
     """
+    global _adopted
     copy = vars(grad_sample_module)[_NAME]
 
     def create_or_accumulate_grad_sample(*, param: Any, grad_sample: torch.Tensor, max_batch_len: int) -> None:
@@ -113,8 +127,11 @@ def adopt_grad_samples() -> Callable[[], None]:
 
     for module in _IMPORTED_BY:
         setattr(module, _NAME, create_or_accumulate_grad_sample)
+    _adopted += 1
 
     def restore() -> None:
+        global _adopted
+        _adopted -= 1
         for module in _IMPORTED_BY:
             setattr(module, _NAME, copy)
 

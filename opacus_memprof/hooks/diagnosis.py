@@ -6,6 +6,7 @@ DPOptimizer for its parameters is followed. Only weak references are kept.
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,12 +14,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from opacus.data_loader import DPDataLoader
+from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
+from opacus_memprof.clipping.norm_samplers import adopts_grad_samples, has_norm_samplers
 from opacus_memprof.hooks import modules
+from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
@@ -275,6 +281,56 @@ def _record_in_place(frames: Sequence[tuple[FrameType, int]]) -> None:
     details = {"line": lines[-1] if lines else "", "layer": type(module).__name__, "is_option": is_option}
     details["flash_clip"] = _flash_clip_can_clip()
     observations.record("in_place", native.module_id(name), 0, **details)
+
+
+# --- the program that trains ---
+
+# What the names are looked for, the most specific class first.
+_CALLED: dict[str, tuple[type, ...]] = {
+    "model": (AbstractGradSampleHooks, nn.Module),
+    "optimizer": (DPOptimizer, Optimizer),
+    "loader": (DPDataLoader, DataLoader),
+}
+
+
+@contain("looking at the program that trains")
+def observe_program(shapes: TrainingShapes) -> None:
+    """Records what the program calls its model, optimizer and loader, where its main thread is in a step.
+
+    The names are those of the innermost function of the program that has an optimizer.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names: dict[str, str] = {}
+    computes_epsilon = False
+    while frame is not None:
+        if _is_own(frame.f_code.co_filename):
+            computes_epsilon |= "get_epsilon" in frame.f_code.co_names
+            names = names or _names_in(frame)
+        frame = frame.f_back
+    expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
+    shapes.program = Program(
+        **names,
+        computes_epsilon=computes_epsilon,
+        adopts_samples=adopts_grad_samples(),
+        has_norm_samplers=has_norm_samplers(),
+        expected_samples=expected[0] if len(expected) == 1 else None,
+    )
+
+
+def _names_in(frame: FrameType) -> dict[str, str]:
+    """Returns the names of model, optimizer and loader in a function that has an optimizer; {} in another."""
+    values = {name: value for name, value in frame.f_locals.items() if name.isidentifier() and not name.startswith("_")}
+    names = {}
+    for what, kinds in _CALLED.items():
+        found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
+        if found:
+            names[what] = found[0]
+    return names if "optimizer" in names else {}
+
+
+def _trains(value: Any) -> bool:
+    """Returns whether a module has trained parameters, as a loss has not; True for what is not a module."""
+    return not isinstance(value, nn.Module) or any(parameter.requires_grad for parameter in value.parameters())
 
 
 def _is_own(file: str) -> bool:

@@ -92,6 +92,27 @@ class WholeForward:
     largest: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Program:
+    """What the program that trains calls its objects, and what it does that advice depends on.
+
+    Attributes:
+        model, optimizer, loader: names of variables.
+        computes_epsilon: whether the function that trains calls get_epsilon, too.
+        adopts_samples: whether adopt_grad_samples is in effect.
+        has_norm_samplers: whether register_norm_samplers is in effect.
+        expected_samples: the number of samples of a logical batch that the DPOptimizer expects; None if it is unknown.
+    """
+
+    model: str = "model"
+    optimizer: str = "optimizer"
+    loader: str = "loader"
+    computes_epsilon: bool = False
+    adopts_samples: bool = False
+    has_norm_samplers: bool = False
+    expected_samples: int | None = None
+
+
 @dataclass
 class TrainingShapes:
     """The shapes of the model, its activations, its batches and its optimizer.
@@ -114,6 +135,7 @@ class TrainingShapes:
         multiprocessors: of the GPU; 0 without one.
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
+        program: see Program.
     """
 
     mode: str = ""
@@ -130,6 +152,7 @@ class TrainingShapes:
     multiprocessors: int = 0
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     whole_forward: Callable[[], WholeForward | None] = lambda: None
+    program: Program = Program()
 
     @property
     def trained_bytes(self) -> int:

@@ -144,6 +144,7 @@ class SuggestedChange(JsonObject):
         title: the change, for people. `code`: the same as code. `computed`: how the prediction was computed.
         saved_bytes: compared with `needed`.
         fits: whether the run fits with the change; None if the capacity is unknown.
+        is_tight: whether it fits only if no hole as large as the largest block stays unused.
     """
 
     title: str
@@ -153,6 +154,7 @@ class SuggestedChange(JsonObject):
     predicted_peak_bytes: int
     saved_bytes: int
     fits: bool | None
+    is_tight: bool = False
 
 
 class OomReport(JsonObject, kw_only=True):

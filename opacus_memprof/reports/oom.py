@@ -127,6 +127,7 @@ def _print_suggestions(report: OomReport, console: Console) -> None:
         console.print("\nNo known change would make it fit.")
     for number, suggestion in enumerate(shown, 1):
         fits = {True: "[green]fits[/]", False: "[yellow]not enough alone[/]", None: ""}[suggestion.fits]
+        fits = "[yellow]fits tightly[/]" if suggestion.is_tight else fits
         console.print(
             f"\n[bold]{number}. {escape(suggestion.title)}[/]: "
             f"peak {format_bytes(suggestion.predicted_peak_bytes)}, "

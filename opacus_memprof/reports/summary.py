@@ -164,6 +164,7 @@ def _print_suggestions(report: OomReport, console: Console) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for number, each in enumerate(shown, 1):
         fits = {True: "[green]fits[/]", False: "[yellow]too large[/]", None: ""}[each.fits]
+        fits = "[yellow]fits tightly[/]" if each.is_tight else fits
         table.add_row(str(number), escape(each.title), format_bytes(each.predicted_peak_bytes), fits, "predicted")
     console.print(table)
     for line in shown[0].code.splitlines():  # whole, so that it can be copied

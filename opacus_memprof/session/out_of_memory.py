@@ -124,6 +124,9 @@ class Forensics:
         device = failed[-1]["device"]
         if device != "cpu":
             observations.layer_shapes().multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        diagnosis = sys.modules.get("opacus_memprof.hooks.diagnosis")
+        if diagnosis is not None:
+            diagnosis.observe_program(observations.layer_shapes())
         virtual = virtual_gpu.describe_run()
         return build_report(
             failed, observations.layer_shapes(), captures, replayed, NameLists(**native.names()), virtual or UNSET

@@ -240,7 +240,7 @@ def test_nobody_counts() -> None:
 def test_nothing_is_live_at_all() -> None:
     report = build_report([failure(G, [])], TrainingShapes())
     assert (report["live_bytes"], report["needed"]["bytes"]) == (0, G)
-    assert "Nothing is known" in text(report)
+    assert "No known change" in text(report)
 
 
 def text(report: dict[str, Any], width: int = 80) -> str:

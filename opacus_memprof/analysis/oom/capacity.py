@@ -9,6 +9,7 @@ from opacus_memprof.profiles.oom_report import RoomBytes
 MARGIN = 0.03  # the part of the reservable memory that predictions leave free
 _BLOCK = 2 * 2**20  # the caching allocator takes whole blocks of this size from the device
 _WORTH_A_SUGGESTION = 64 * 2**20
+CONTEXT = 600 * 2**20  # the most that this process' own CUDA context takes of `others`
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def is_crowded_by_others(memory: DeviceMemory) -> bool:
     return (
         memory.others is not None
         and memory.device is not None
-        and memory.others >= max(_WORTH_A_SUGGESTION, memory.device // 50)
+        and memory.others - CONTEXT >= max(_WORTH_A_SUGGESTION, memory.device // 50)
         and memory.may_reserve is not None
         and (memory.limit is None or memory.may_reserve < memory.limit)
     )

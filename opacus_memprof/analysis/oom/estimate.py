@@ -85,6 +85,8 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
         is_guessed=in_first_forward and whole is None and not _has_seen_whole_unit(shapes, seen),
         workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
+        forms_squares=not shapes.program.has_norm_samplers,
+        copies_samples=not shapes.program.adopts_samples,
     )
 
 

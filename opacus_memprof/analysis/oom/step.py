@@ -103,6 +103,15 @@ class Step:
             yield replace(instant, parts={**base, **summed, **instant.parts})
         yield from self._update(n, {**base, "inputs": self._scale(self.inputs, n)})
 
+    def largest_block(self, n: int) -> int:
+        """The bytes of the largest block that a step with n samples allocates, as far as it is known."""
+        sizes = [self._scale(max(layer.largest, layer.forward.output_bytes), n) for layer in self.layers]
+        if self.mode in PER_SAMPLE_MODES:
+            sizes += [layer.per_sample_gradients(n) for layer in self.layers]
+        elif self.mode == "ghost":
+            sizes += [layer.ghost_norms(n) for layer in self.layers]
+        return max(sizes, default=0)
+
     def _scale(self, size: int, n: int) -> int:
         return size * n // max(self.samples, 1)
 

@@ -7,7 +7,7 @@ const FITS = new Map([[true, ["good", "fits"]], [false, ["bad", "not enough alon
 function suggestionList(suggestions) {
   if (!suggestions.length) return element("p", {}, "No known change would make it fit.");
   const items = suggestions.map((one) => {
-    const [style, verdict] = FITS.get(one.fits) ?? [null, null];
+    const [style, verdict] = one.is_tight ? ["bad", "fits tightly"] : (FITS.get(one.fits) ?? [null, null]);
     return element(
       "li",
       { class: "suggestion" },

@@ -25,10 +25,16 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 
 
 def advise(case: Case) -> list[Suggestion]:
-    """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then the
-    others, largest saving first.
+    """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then those
+    that fit tightly, in the same order; then the others, largest saving first.
     """
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
     return sorted(
-        found, key=lambda each: (each.fits is False, each.change if each.fits is not False else 0, -each.saved)
+        found,
+        key=lambda each: (
+            each.fits is False,
+            each.is_tight,
+            each.change if each.fits is not False else 0,
+            -each.saved,
+        ),
     )

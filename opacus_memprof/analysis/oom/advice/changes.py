@@ -34,17 +34,27 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
     if found is None or case.samples is None or not case.shapes.mode:
         return
     n, instant = found
+    program = case.shapes.program
     varies = len({samples for _, samples in case.shapes.batches}) > 1
+    change = VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH
+    title = (
+        f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical batch"
+    )
+    if program.expected_samples is not None and program.expected_samples < case.samples:
+        title = (
+            f"a physical batch of at most {format_count(n, 'sample')}: the loader asks for {program.expected_samples}, "
+            f"and this Poisson batch drew {case.samples}"
+        )
     slope = bytes_per_sample(case, case.peak)
     yield suggest(
         case,
         instant,
-        VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH,
-        f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical "
-        "batch",
-        batch_code(n),
+        SMALL_BATCH if program.computes_epsilon else change,
+        title,
+        batch_code(case, n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
         batch_action(n),
+        largest=case.largest_block(n),
     )
 
 
@@ -52,10 +62,20 @@ def batch_action(n: int) -> Action:
     return Action(kind="max_physical_batch_size", value=n)
 
 
-def batch_code(n: int) -> str:
-    return (
-        "with opacus.utils.batch_memory_manager.BatchMemoryManager("
-        f"data_loader=loader, max_physical_batch_size={n}, optimizer=optimizer) as loader:"
+def batch_code(case: Case, n: int) -> str:
+    """The lines of BatchMemoryManager, with the names that the program uses."""
+    program = case.shapes.program
+    lines = ["from opacus.utils.batch_memory_manager import BatchMemoryManager"]
+    if program.computes_epsilon:  # Opacus' accountants fail, or are 0, before the first of their steps
+        lines.append(
+            "# and get_epsilon after the loop: before the end of a logical batch there is no step to account for"
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"with BatchMemoryManager(data_loader={program.loader}, max_physical_batch_size={n}, "
+            f"optimizer={program.optimizer}) as {program.loader}:",
+        ]
     )
 
 
@@ -104,7 +124,7 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
         instant,
         LINE,
         f"norms without T x T matrices in {format_count(len(costly), 'layer')}",
-        "opacus_memprof.clipping.register_norm_samplers()  # before training; ghost clipping stays",
+        "from opacus_memprof.clipping import register_norm_samplers\nregister_norm_samplers()  # ghost clipping stays",
         f"Norms of {largest} make T x T matrices of {format_bytes(costly[largest])} (s n T^2, three with a bias, two "
         "without); these samplers work in tiles.",
         Action(kind="register_norm_samplers"),
@@ -114,7 +134,7 @@ def norms_without_squares(case: Case) -> Iterator[Suggestion]:
 def adopted_samples(case: Case) -> Iterator[Suggestion]:
     """Suggests keeping the results of Opacus' grad samplers, which Opacus copies."""
     step = case.step
-    if step is None or step.mode not in ("hooks", "functorch") or not step.layers:
+    if step is None or step.mode not in ("hooks", "functorch") or not step.layers or not step.copies_samples:
         return
     size, name = max((layer.per_sample_gradients(step.samples), layer.name) for layer in step.layers)
     yield suggest(
@@ -122,7 +142,7 @@ def adopted_samples(case: Case) -> Iterator[Suggestion]:
         case.peak_of(step.with_changes(copies_samples=False)),
         LINE,
         "per-sample gradients without a copy of each",
-        "opacus_memprof.clipping.adopt_grad_samples()  # before training",
+        "from opacus_memprof.clipping import adopt_grad_samples\nadopt_grad_samples()  # before training",
         f"Opacus copies the results of its grad samplers into zeros of the same size, {format_bytes(size)} for {name}; "
         "without the copy, backward holds a layer's gradients once.",
         Action(kind="adopt_grad_samples"),
@@ -143,7 +163,17 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
             continue
         other = step.with_changes(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
         instant = case.peak_of(other)
-        yield suggest(case, instant, change, f'grad_sample_mode="{mode}"', _code(mode), _why(step, mode), _action(mode))
+        code = _code(step.mode, mode)
+        yield suggest(
+            case,
+            instant,
+            change,
+            f'grad_sample_mode="{mode}"',
+            code,
+            _why(step, mode),
+            _action(mode),
+            largest=other.largest_block(step.samples),
+        )
         if case.fits(instant.bytes) is False:
             found = largest_that_fits(case, lambda n, other=other: case.peak_of(other, n))  # type: ignore[misc]
             if found is not None:
@@ -152,10 +182,11 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
                     found[1],
                     MODE_AND_BATCH,
                     f'grad_sample_mode="{mode}", and a physical batch of at most {format_count(found[0], "sample")}',
-                    f"{_code(mode)}\n{batch_code(found[0])}",
+                    f"{code}\n{batch_code(case, found[0])}",
                     _why(step, mode),
                     _action(mode),
                     batch_action(found[0]),
+                    largest=other.largest_block(found[0]),
                 )
 
 
@@ -163,9 +194,13 @@ def _action(mode: str) -> Action:
     return Action(kind="grad_sample_mode", value=mode)
 
 
-def _code(mode: str) -> str:
+def _code(current: str, mode: str) -> str:
     if mode == "flash_clip":
-        return 'opacus_memprof.PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")'
+        returned = "model, optimizer, loader = " if current in ("ghost", "fast") else ""  # no criterion
+        return (
+            "from opacus_memprof import PrivacyEngine  # has Opacus' interface\n"
+            f'{returned}PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")'
+        )
     if mode == "ghost":
         return (
             "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, "

@@ -24,6 +24,7 @@ class Suggestion:
         peak: the predicted peak with the change.
         saved: the predicted peak without the change, less `peak`.
         fits: whether `peak` fits; None if the capacity is unknown.
+        is_tight: whether it fits, but would not fit if a hole as large as the largest block could not be used.
         change: how much of the program changes (DEFECT … TRAINING).
     """
 
@@ -35,6 +36,7 @@ class Suggestion:
     saved: int
     fits: bool | None
     change: int
+    is_tight: bool = False
 
     def for_report(self) -> SuggestedChange:
         return SuggestedChange(
@@ -45,14 +47,31 @@ class Suggestion:
             predicted_peak_bytes=self.peak,
             saved_bytes=self.saved,
             fits=self.fits,
+            is_tight=self.is_tight,
         )
 
 
 def suggest(
-    case: Case, instant: Instant, change: int, title: str, code: str, computed: str, *actions: Action
+    case: Case,
+    instant: Instant,
+    change: int,
+    title: str,
+    code: str,
+    computed: str,
+    *actions: Action,
+    largest: int | None = None,
 ) -> Suggestion:
-    """Builds a suggestion after which the step's peak is `instant`."""
+    """Builds a suggestion after which the step's peak is `instant`.
+
+    Args:
+        case: the failure.
+        instant: the predicted peak.
+        change: how much of the program changes.
+        title, code, computed, actions: see Suggestion.
+        largest: the largest block of the changed step. Default: that of the run.
+    """
     peak = instant.bytes
+    hole = case.largest_block(case.samples or 1) if largest is None else largest
     if case.step is not None and case.step.is_guessed:
         computed += (
             " The run ended in the first of the repeated layers: what the others keep is a guess, and may be more."
@@ -66,6 +85,7 @@ def suggest(
         saved=case.peak().bytes - peak,
         fits=case.fits(peak),
         change=change,
+        is_tight=case.memory.fragments and bool(case.fits(peak)) and case.fits(peak + hole) is False,
     )
 
 

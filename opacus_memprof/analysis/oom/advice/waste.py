@@ -5,13 +5,11 @@ from collections.abc import Iterator
 
 from opacus_memprof.analysis.findings import largest
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
-from opacus_memprof.analysis.oom.capacity import MARGIN, is_crowded_by_others, is_fragmented
+from opacus_memprof.analysis.oom.capacity import CONTEXT, MARGIN, is_crowded_by_others, is_fragmented
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
-
-_CONTEXT = 600 * 2**20  # the approximate size of this process' CUDA context
 
 
 def release_leftovers(case: Case) -> Iterator[Suggestion]:
@@ -130,7 +128,7 @@ def other_processes(case: Case) -> Iterator[Suggestion]:
     ):
         return
     instant = case.peak()
-    without_others = memory.may_reserve + memory.others - _CONTEXT
+    without_others = memory.may_reserve + memory.others - CONTEXT
     lacking = int(instant.bytes * memory.rounding / (1 - MARGIN)) - memory.may_reserve
     if lacking <= 0:
         return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gallery import GALLERY, Report
+from tests.gallery.failures import GALLERY, Report
 from tests.integration.planted_findings import kinds, profiled
 
 pytestmark = [pytest.mark.usefixtures("clean_process"), pytest.mark.filterwarnings("ignore")]

@@ -318,5 +318,5 @@ GALLERY = (
     Report(TRACKER + "602", unused_layer, MISSING, ("for other: not reached",), "freeze other", ValueError),
     Report(TRACKER + "578", layer_in_eval_mode, MISSING, ("for other: in eval mode",), ".train() of other", ValueError),
     Report(TRACKER + "828", in_place_activation, IN_PLACE, ("1 (ReLU)",), "inplace=False in 1", RuntimeError, True),
-    Report(TRACKER + "828", in_place_residual, IN_PLACE, ("gallery.py:",), "x = x + y", RuntimeError, True),
+    Report(TRACKER + "828", in_place_residual, IN_PLACE, ("failures.py:",), "x = x + y", RuntimeError, True),
 )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits a script as a suggestion of an out-of-memory report says: with the lines of its code, unchanged."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns the edited script, and variables of the environment to run it with."""
+    kinds = [action["kind"] for action in suggestion["actions"]]
+    code = suggestion["code"].splitlines()
+    imports = [line for line in code if line.startswith(("import ", "from "))]
+    lines = [line for line in code if line not in imports]
+    environment: dict[str, str] = {}
+    for kind in kinds:
+        script, environment = {
+            "adopt_grad_samples": _before_training,
+            "register_norm_samplers": _before_training,
+            "checkpoint": _before_training,
+            "drop_gradients": _after_training_begins,
+            "grad_sample_mode": _mode,
+            "max_physical_batch_size": _around_the_loop,
+            "batch_size": _replace_argument,
+            "optimizer": _replace_optimizer,
+            "allocator_setting": _in_the_environment,
+        }[kind](script, lines)
+    return _after_imports(script, imports), environment
+
+
+Edited = tuple[str, dict[str, str]]
+
+
+def _after_imports(script: str, imports: list[str]) -> str:
+    """The imports of the code stand after those of the script, whose names they replace."""
+    lines = script.splitlines()
+    last = max(i for i, line in enumerate(lines) if line.startswith(("import ", "from ")))
+    return "\n".join([*lines[: last + 1], *imports, *lines[last + 1 :], ""])
+
+
+def _before_training(script: str, code: list[str]) -> Edited:
+    """Before the statement that makes the optimizer, and so after the model is made."""
+    return _insert(script, code, r"^( *)\w+ = [\w.]*(SGD|Adam|AdamW|RMSprop)\("), {}
+
+
+def _insert(script: str, code: list[str], pattern: str) -> str:
+    found = re.search(pattern, script, re.MULTILINE)
+    assert found, pattern
+    inserted = "".join(f"{found[1]}{line}\n" for line in code)
+    return script[: found.start()] + inserted + script[found.start() :]
+
+
+def _after_training_begins(script: str, code: list[str]) -> Edited:
+    return _insert(script, code, r"^( *)for .* in .*(loader|dl)\b.*:$"), {}
+
+
+def _mode(script: str, code: list[str]) -> Edited:
+    (line,) = (line for line in code if "make_private" in line)
+    found = re.search(r"make_private\(\.\.\., (.*)\)", line)
+    assert found, line
+    script = re.sub(r'grad_sample_mode="\w+",?\s*', "", script)
+    if line.startswith("model, optimizer, loader ="):  # a criterion is not returned
+        script = script.replace("model, optimizer, criterion, loader =", "model, optimizer, loader =")
+    return re.sub(r"make_private\(\s*", f"make_private({found[1]}, ", script), {}
+
+
+def _around_the_loop(script: str, code: list[str]) -> Edited:
+    """The with-line stands before the loop over the loader that it names, which it contains to the loop's end."""
+    (line,) = (line for line in code if line.startswith("with "))
+    name = line.rpartition(" as ")[2].rstrip(":")
+    lines = script.splitlines()
+    (start,) = (i for i, each in enumerate(lines) if re.match(rf" *for .* in .*\b{name}\b.*:$", each))
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    end = start + 1
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith(" " * (indent + 1))):
+        end += 1
+    body = [f"    {each}" for each in lines[start:end]]
+    return "\n".join([*lines[:start], " " * indent + line, *body, *lines[end:], ""]), {}
+
+
+def _replace_argument(script: str, code: list[str]) -> Edited:
+    found = re.search(r"batch_size=\d+", "\n".join(code))
+    assert found
+    return re.sub(r"batch_size=\d+", found[0], script), {}
+
+
+def _replace_optimizer(script: str, code: list[str]) -> Edited:
+    return re.sub(r"(SGD|AdamW|Adam|RMSprop)\(", "SGD(", script), {}
+
+
+def _in_the_environment(script: str, code: list[str]) -> Edited:
+    found = re.match(r"(\w+)=(\S+)", code[0])
+    assert found
+    return script, {found[1]: found[2]}

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts after reports of users run out of memory: the first screen says why, and its first advice makes them fit.
+
+They run on a virtual GPU. The advice is applied to the letter: with the lines that the screen shows.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gallery.follow import follow
+from tests.warm_python import ENVIRONMENT, interpreter
+
+SCRIPTS = Path(__file__).parents[1] / "gallery" / "scripts"
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script that runs out of memory.
+
+    Attributes:
+        script: its name.
+        memory: of the virtual T4.
+        cause: what the first screen says of it.
+        action: the kinds of the first advice.
+        edits: what to replace by what, where the advice names a place that only a reader of the script finds.
+    """
+
+    script: str
+    memory: str
+    cause: tuple[str, ...]
+    action: tuple[str, ...]
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.script
+
+
+CASES = (
+    Case("dplstm", "800MiB", ("per sample gradients of emb", "per_sample_gradients"), ("grad_sample_mode",)),
+    Case("dpgru", "1800MiB", ("temp matrices of lstm.l0.hh",), ("grad_sample_mode",)),
+    Case("tied_head", "500MiB", ("of wte", "per_sample_gradients"), ("grad_sample_mode",)),
+    Case("epsilon_each_step", "3GiB", ("per sample gradients of 9",), ("grad_sample_mode",)),
+    Case("poisson_draw", "1000MiB", ("asks for 8", "drew 13"), ("max_physical_batch_size",)),
+    Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_first_advice_makes_it_fit(case: Case, tmp_path: Path) -> None:
+    script = (SCRIPTS / f"{case.script}.py").read_text()
+    failed, out = run(script, case.memory, tmp_path)
+    assert profile_in(out)["status"] == "out_of_memory", failed.stderr[-2000:]
+    screen = failed.stderr[failed.stderr.index("OUT OF MEMORY in") :]
+    assert all(part in " ".join(screen.split()) for part in case.cause), screen
+    first = json.loads((out / "oom_report.json").read_text())["suggestions"][0]
+    assert tuple(action["kind"] for action in first["actions"]) == case.action, screen
+    assert all(line in screen for line in first["code"].splitlines()), screen
+
+    changed, environment = follow(script, first)
+    for old, new in case.edits:
+        assert old in script
+        changed = changed.replace(old, new)
+    cured, out = run(changed, case.memory, tmp_path, environment)
+    profile = profile_in(out)
+    assert profile["status"] == "finished", cured.stderr[-3000:]
+    peak = profile["devices"]["cuda:0"]["peak"]["requested_bytes"]
+    assert peak <= 1.03 * first["predicted_peak_bytes"] or first["actions"][0]["kind"] == "grad_sample_mode", peak
+
+
+def run(
+    script: str, memory: str, directory: Path, environment: dict[str, str] | None = None
+) -> tuple["subprocess.CompletedProcess[str]", Path]:
+    file, out = directory / "train.py", directory / "out"
+    file.write_text(script)
+    options = ["--virtual-gpu", "t4", "--virtual-memory", memory, "-o", out]
+    command = [*interpreter(), "-m", "opacus_memprof", "run", *options, file]
+    completed = subprocess.run(
+        [str(each) for each in command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT | (environment or {}),
+        check=False,
+    )
+    return completed, out
+
+
+def profile_in(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "profile.json").read_text())
