@@ -128,3 +128,29 @@ def test_no_promise_is_listed_twice() -> None:
     for section in PAGE.split("\n## ")[1:]:
         promises = [promise for promise, _ in re.findall(r"^\| (.*) \| (.*) \|$", section, re.MULTILINE)]
         assert len(promises) == len(set(promises))
+
+
+MIGRATION, CHINESE = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("migration.md", "zh/migration.md")
+)
+
+
+def replacements(page: str) -> list[str]:
+    """The code in the last column of the tables."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", page, re.MULTILINE)
+    return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+
+
+def test_scripts_are_replaced_by_the_same_in_both_languages() -> None:
+    assert replacements(MIGRATION) == replacements(CHINESE)
+    assert len(replacements(MIGRATION)) > 25
+
+
+@pytest.mark.parametrize("code", sorted(set(replacements(MIGRATION))))
+def test_what_replaces_a_script_exists(code: str) -> None:
+    if imported := re.fullmatch(r"from opacus_memprof import (\w+)", code):
+        assert hasattr(opacus_memprof, imported[1])
+    elif re.match(r"OPACUS_MEMPROF_|[A-Z_]+=", code):
+        assert code.partition("=")[0] in SOURCE
+    else:
+        assert exists(code)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -273,13 +273,17 @@ def draw(
             help="Directory of the pictures. Default: visualizations in the input directory.",
         ),
     ] = None,
+    axis: Annotated[
+        Literal["events", "seconds"],
+        typer.Option(help="The time of memory_timeline.png: events, or the host's seconds."),
+    ] = "events",
 ) -> None:
     """Draw the pictures and tables of experiments again, from the JSON files of their results."""
     from opacus_memprof.experiments.presets import EXPERIMENTS
     from opacus_memprof.experiments.rows import read_rows
 
     rows, directory = read_rows(input_dir), output_dir or input_dir / EXPERIMENTS.outputs
-    for path in (*EXPERIMENTS.write_tables(rows, directory), *EXPERIMENTS.draw(rows, directory)):
+    for path in (*EXPERIMENTS.write_tables(rows, directory), *EXPERIMENTS.draw(rows, directory, axis)):
         print(path)
 
 

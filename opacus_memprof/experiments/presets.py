@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from opacus_memprof.experiments.figures import draw_figure
+from opacus_memprof.experiments.figures.timeline import TimeAxis
 from opacus_memprof.experiments.grid import Cell, MethodCell
 from opacus_memprof.experiments.rows import Row
 from opacus_memprof.experiments.tables import TABLES
@@ -40,9 +41,9 @@ class Preset:
         """Writes the tables into `directory`, each atomically. Raises MemprofError if one cannot be written."""
         return [write_text(directory / name, TABLES[name](rows)) for name in self.tables]
 
-    def draw(self, rows: Sequence[Row], directory: Path) -> list[Path]:
+    def draw(self, rows: Sequence[Row], directory: Path, axis: TimeAxis = "events") -> list[Path]:
         """Draws the pictures into `directory`, light and `_dark`. Raises MemprofError if one cannot be written."""
-        return [path for name in self.figures for path in draw_figure(name, rows, directory)]
+        return [path for name in self.figures for path in draw_figure(name, rows, directory, axis)]
 
 
 EXPERIMENTS = Preset(

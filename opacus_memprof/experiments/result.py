@@ -20,10 +20,12 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS
 from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.experiment_result import (
+    PROOF,
     AllocatorPeak,
     BestSuggestion,
     DataSource,
     ExperimentResult,
+    PhaseEdges,
     RunConfiguration,
     RunEnvironment,
     RunProgress,
@@ -38,6 +40,7 @@ from opacus_memprof.session import outcome
 
 MB = 2**20
 _TIMELINE_ROWS = 500
+_MOST_EDGES = 5000  # of longer runs, the first
 
 
 @dataclass
@@ -170,6 +173,7 @@ def _memory(profile: Profile | None, allocator_peak: AllocatorPeak | None, direc
         "steps": device.steps,
         "out_of_memory": device.out_of_memory,
         "timeline": _short_timeline(device.timeline),
+        "phase_edges": find_phase_edges(directory),
         "findings": profile.findings,
         "warnings": profile.warnings,
     }
@@ -277,6 +281,32 @@ def peaks_between(directory: Path, device: str, ends: Sequence[int]) -> list[int
 
     Events(directory).for_each_chunk(update)
     return highest
+
+
+def find_phase_edges(directory: Path) -> PhaseEdges:
+    """Returns where the program's phase changes; nothing if the events cannot be read."""
+    edges: list[tuple[int, int, int, str]] = []
+
+    def update(rows: Rows) -> None:
+        ids = [id for id in np.unique(rows["op"]).tolist() if events.names.op(id) == "flash_clip"]
+        proves = np.isin(rows["op"], ids)
+        changes = np.diff((rows["step"].astype(np.int64) * 256 + rows["phase"]) * 2 + proves, prepend=-1)
+        for row, is_proof in zip(rows[changes != 0], proves[changes != 0], strict=True):
+            phase = events.names.phase(int(row["phase"]))
+            phase = PROOF if is_proof and phase == "forward" else phase
+            edge = (int(row["event"]), int(row["time_ns"]), int(row["step"]), phase)
+            if len(edges) > 1 and edges[-1][3] == "idle" and edges[-2][2:] == edge[2:]:
+                del edges[-1]  # worker threads, which allocate for a backward, are in no phase
+            elif not edges or edges[-1][2:] != edge[2:]:
+                edges.append(edge)
+
+    try:
+        events = Events(directory)
+        events.for_each_chunk(update)
+    except MemprofError:
+        return PhaseEdges()
+    columns = zip(*edges[:_MOST_EDGES], strict=True)
+    return PhaseEdges(**dict(zip(PhaseEdges.__struct_fields__, map(list, columns), strict=False)))
 
 
 def best_suggestion(directory: Path) -> BestSuggestion | None:

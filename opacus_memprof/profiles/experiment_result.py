@@ -6,6 +6,7 @@ Fields that end in `_mb` are in MB of 2**20 bytes; the units of other fields are
 
 from typing import Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.difference import Tax
@@ -109,6 +110,22 @@ class RunTimeline(Timeline, omit_defaults=True):
     categories: dict[str, list[int]] = {}
 
 
+PROOF = "proof"
+
+
+class PhaseEdges(JsonObject, omit_defaults=True):
+    """Columns of equal length: the events at which the program's phase changes, and the phase from there on.
+
+    Idle time between two parts of one phase in one step counts as that phase. The phase "proof" is the part of a
+    forward in which flash_clip proves its rules.
+    """
+
+    event: list[int] = []
+    time_ns: list[int] = []
+    step: list[int] = []
+    phase: list[str] = []
+
+
 class BestSuggestion(JsonObject):
     """The first suggestion of the latest failure's report."""
 
@@ -165,6 +182,7 @@ class ExperimentResult(JsonObject, kw_only=True):
     steps: list[StepPeak] = []
     out_of_memory: list[FailedAllocation]
     timeline: RunTimeline
+    phase_edges: PhaseEdges = msgspec.field(default_factory=PhaseEdges)
     findings: list[Finding]
     warnings: list[str] = []
     oom_suggestion: BestSuggestion | None = None

@@ -19,7 +19,7 @@ from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.units import format_bytes, shorten_name
-from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, THEMES, Theme, category_color
+from opacus_memprof.reports.palette import CATEGORY_COLORS, PHASE_COLORS, PHASE_LETTERS, THEMES, Theme, category_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _DPI = 150
 _LEGEND_ROWS = 24
+_LETTER = 0.13  # inches of a phase's letter
 _LABEL_LENGTH = 28  # characters of a name
 # matplotlib knows the file of Noto Sans CJK by its first font, which has Chinese characters as well.
 _CJK_FONTS = (
@@ -152,6 +153,13 @@ def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:g} {unit}" if size else "0"))
 
 
+def second_axis(axis: "Axis") -> None:
+    """Labels an axis of seconds like `250 ms` and `1.5 s`."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(unit="s"))
+
+
 def event_axis(axis: "Axis") -> None:
     """Labels an axis of event numbers like `250k` and `1.6M`."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -234,14 +242,14 @@ def label_bars(axes: "Axes", names: Sequence[str]) -> None:
 def phase_strip(
     axes: "Axes", events: Sequence[float], phases: Sequence[str], steps: Sequence[int], height: tuple[float, float]
 ) -> None:
-    """Draws the program's phase from each event until the next.
+    """Draws the program's phase from each event until the next, with its letter where there is room.
 
     Idle time between two parts of one phase in one step counts as that phase, because worker threads that allocate for
     a backward are in no phase.
 
     Args:
         axes: the axes.
-        events: numbers of events.
+        events: numbers of events, or their times.
         phases: the phase after each event.
         steps: the step after each event.
         height: lower and upper edge, as fractions of the axes' height.
@@ -256,10 +264,26 @@ def phase_strip(
     for phase, group in groupby(zip(pairwise(events), phases, strict=False), lambda row: row[1]):
         intervals = [interval for interval, _ in group]
         spans.setdefault(phase, []).append((intervals[0][0], intervals[-1][1] - intervals[0][0]))
-    for phase in spans.keys() & PHASE_COLORS.keys():
+    for phase in (phase for phase in PHASE_COLORS if phase in spans):
         low, high = height
         style: dict[str, Any] = {"color": PHASE_COLORS[phase], "linewidth": 0}
         axes.broken_barh(spans[phase], (low, high - low), transform=axes.get_xaxis_transform(), **style)
+        for start, length in spans[phase]:
+            if length >= _letter_width(axes):
+                _letter(axes, phase, start + length / 2, (low + high) / 2)
+
+
+def _letter_width(axes: "Axes") -> float:
+    """Returns the room that a letter needs, in units of the x axis."""
+    inches = 0.75 * axes.get_window_extent().width / _DPI  # the legend takes the rest
+    low, high = axes.get_xlim()
+    return _LETTER * (high - low) / inches
+
+
+def _letter(axes: "Axes", phase: str, x: float, y: float) -> None:
+    dark = int(PHASE_COLORS[phase][1:3], 16) < 0x80
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": "#ffffff" if dark else "#000000"}
+    axes.text(x, y, PHASE_LETTERS[phase], transform=axes.get_xaxis_transform(), clip_on=True, **style)
 
 
 def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **place: Any) -> None:
@@ -268,7 +292,10 @@ def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **pl
 
     shown = [phase for phase in PHASE_COLORS if phase in set(phases)]
     if shown:
-        handles = [Patch(color=PHASE_COLORS[phase], label=phase.replace("_", " ")) for phase in shown]
+        handles = [
+            Patch(color=PHASE_COLORS[phase], label=f"{PHASE_LETTERS[phase]}  {phase.replace('_', ' ')}")
+            for phase in shown
+        ]
         owner.legend(handles=handles, ncols=len(PHASE_COLORS), handlelength=1, **place)
 
 

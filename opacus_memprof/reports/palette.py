@@ -13,16 +13,28 @@ CATEGORY_COLORS = {category.name: category.color for category in CATEGORIES} | {
     "outside_pytorch": "#d9dce0",
 }
 
-# A phase has the hue of the category that it allocates. Idle has none.
+# Phases are greys with letters: hues are for categories. Idle has none.
 PHASE_COLORS = {
-    "setup": "#7bbff7",
-    "forward": "#92c27f",
-    "backward": "#fdde48",
-    "second_backward": "#e6be40",
-    "clip": "#9347d7",
-    "noise": "#ac5ca2",
-    "optimizer_step": "#434e92",
-    "zero_grad": "#8e8d96",
+    "setup": "#dfe3e8",
+    "forward": "#b8c0ca",
+    "backward": "#6f7a87",
+    "second_backward": "#98a2ae",
+    "clip": "#cbd1d8",
+    "noise": "#59626d",
+    "optimizer_step": "#404852",
+    "zero_grad": "#868f9a",
+    "proof": "#ccd4cc",
+}
+PHASE_LETTERS = {
+    "setup": "S",
+    "forward": "F",
+    "backward": "B",
+    "second_backward": "B2",
+    "clip": "C",
+    "noise": "N",
+    "optimizer_step": "O",
+    "zero_grad": "Z",
+    "proof": "P",
 }
 
 # The program's own categories get browns and olives, which no built-in category has.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and pictures of experiments, from results made by hand."""
 
+import colorsys
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,8 +250,8 @@ def test_where_memory_ran_out_is_another_place_than_the_peak(figures: list[Any],
     assert [line.get_label() for line in figures[1].axes[0].lines] == ["peak"]  # the other would be left of the panel
     legend = {text.get_text() for text in figures[0].legends[0].get_texts()}
     assert legend == {"model parameters", "peak", "out of memory"}
-    (phases,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "forward")
-    assert [text.get_text() for text in phases.get_texts()] == ["forward", "backward"]
+    (phases,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "F  forward")
+    assert [text.get_text() for text in phases.get_texts()] == ["F  forward", "B  backward"]
 
 
 def test_phases_that_no_strip_shows_are_not_in_the_legend(figures: list[Any], tmp_path: Path) -> None:
@@ -259,8 +260,8 @@ def test_phases_that_no_strip_shows_are_not_in_the_legend(figures: list[Any], tm
     trained["timeline"]["phase"][0] = "setup"
     timeline.timelines(rows_by_mode({"h": trained}), tmp_path / "a.png", "light")
     names = [text.get_text() for each in figures[0].legends for text in each.get_texts()]
-    assert "setup" not in names
-    assert "backward" in names
+    assert "S  setup" not in names
+    assert "B  backward" in names
 
 
 def strip(panel: Any) -> dict[str, list[tuple[float, float]]]:
@@ -288,8 +289,87 @@ def test_phases_have_a_strip_and_what_is_idle_within_a_backward_belongs_to_it(
     timeline.timelines(rows_by_mode({"h": interrupted}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert strip(panel) == {PHASE_COLORS["forward"]: [(0, 2)], PHASE_COLORS["backward"]: [(2, 8), (10, 12)]}
-    (legend,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "forward")
-    assert [text.get_text() for text in legend.get_texts()] == ["forward", "backward"]
+    (legend,) = (each for each in figures[0].legends if each.get_texts()[0].get_text() == "F  forward")
+    assert [text.get_text() for text in legend.get_texts()] == ["F  forward", "B  backward"]
+
+
+# The timeline of `result` has one row each for forward and backward, and none for the step's other phases.
+EDGES = {
+    "event": [19, 20, 26, 31, 33, 36],
+    "time_ns": [0, 1_000_000_000, 1_600_000_000, 2_500_000_000, 3_000_000_000, 3_500_000_000],
+    "step": [0, 0, 0, 0, 0, 1],
+    "phase": ["idle", "forward", "backward", "noise", "optimizer_step", "zero_grad"],
+}
+
+
+def test_phases_are_those_of_the_edges_whatever_rows_there_are(figures: list[Any], tmp_path: Path) -> None:
+    made = result("hooks", {"model_parameters": 8}, phase_edges=EDGES)
+    timeline.timelines(rows_by_mode({"h": made}), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert {color: spans for color, spans in strip(panel).items() if spans} == {
+        PHASE_COLORS["forward"]: [(0, 6)],
+        PHASE_COLORS["backward"]: [(6, 11)],
+        PHASE_COLORS["noise"]: [(11, 13)],
+        PHASE_COLORS["optimizer_step"]: [(13, 16)],
+        PHASE_COLORS["zero_grad"]: [(16, 20)],
+    }
+    assert sorted(text.get_text() for text in panel.texts) == ["B", "F", "N", "O", "Z"]
+
+
+def test_optimizer_steps_are_marked(figures: list[Any], tmp_path: Path) -> None:
+    made = result("hooks", {"model_parameters": 8}, phase_edges=EDGES)
+    timeline.timelines(rows_by_mode({"h": made}), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "optimizer step"] == [13]
+    names = [text.get_text() for each in figures[0].legends for text in each.get_texts()]
+    assert "optimizer step" in names
+
+
+def test_the_axis_can_be_seconds(figures: list[Any], tmp_path: Path) -> None:
+    made = result("hooks", {"model_parameters": 8}, phase_edges=EDGES)
+    made["timeline"]["time_ns"] = [0, 500_000_000, 1_000_000_000, 2_200_000_000, 5_000_000_000]
+    timeline.timelines(rows_by_mode({"h": made}), tmp_path / "a.png", "light", "seconds")
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == pytest.approx((0, 4))
+    assert strip(panel)[PHASE_COLORS["noise"]] == [pytest.approx((1.5, 2.0))]
+    assert "seconds" in panel.get_xlabel()
+
+
+def proving(peak_at: int) -> dict[str, Any]:
+    """A run of flash_clip: from event 20 to 30 a proof, which takes 6 of 8 MiB; then a step of ten events."""
+    made = result("flash_clip", {"model_parameters": 8})
+    made["timeline"]["bytes"] = [0, 0, 6 * MIB, 7 * MIB, 3 * MIB]
+    made["timeline"]["bytes"][peak_at] = 8 * MIB
+    made["phase_edges"] = {
+        "event": [20, 30, 35],
+        "time_ns": [0, 1, 2],
+        "step": [0, 0, 0],
+        "phase": ["proof", "forward", "backward"],
+    }
+    return made
+
+
+def test_a_proof_is_told_and_not_drawn(figures: list[Any], tmp_path: Path) -> None:
+    timeline.timelines(rows_by_mode({"f": proving(peak_at=3)}), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == (10, 20)
+    assert "without flash_clip's proof before its first step: 10 events, up to 6.00 MiB" in panel.get_title("left")
+    assert PHASE_COLORS["proof"] not in strip(panel)
+
+
+def test_a_proof_that_has_the_peak_is_drawn(figures: list[Any], tmp_path: Path) -> None:
+    timeline.timelines(rows_by_mode({"f": proving(peak_at=2)}), tmp_path / "a.png", "light")
+    (panel,) = figures[0].axes
+    assert panel.get_xlim() == (0, 20)
+    assert strip(panel)[PHASE_COLORS["proof"]] == [(0, 10)]
+
+
+def test_no_phase_has_the_hue_of_a_category() -> None:
+    def saturation(color: str) -> float:
+        return colorsys.rgb_to_hls(*(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)))[2]
+
+    assert max(map(saturation, PHASE_COLORS.values())) < 0.2
+    assert len(set(PHASE_COLORS.values())) == len(PHASE_COLORS)
 
 
 def test_the_timeline_shows_set_up_where_the_peak_is_there(figures: list[Any], tmp_path: Path) -> None:
@@ -308,7 +388,7 @@ def test_stages_of_set_up_have_names_where_there_is_room(figures: list[Any], tmp
     timeline.timelines(rows_by_mode({"h": early}), tmp_path / "a.png", "light")
     (panel,) = figures[0].axes
     assert panel.get_xlim() == (-20, 3980)
-    assert not panel.texts
+    assert [text.get_text() for text in panel.texts] == ["B"]
 
 
 def test_the_timeline_hides_set_up_that_is_a_single_row(figures: list[Any], tmp_path: Path) -> None:
@@ -350,13 +430,20 @@ def listed(figure: Any) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_runs_without_a_time_are_listed_with_their_peaks(figures: list[Any], tmp_path: Path) -> None:
+def test_runs_without_any_time_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
     """On a virtual GPU there are no times."""
     rows = rows_by_mode({"v": VANILLA | {"avg_time_ms": None}, "g": GHOST | {"avg_time_ms": None}})
     tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
-    assert listed(figures[0]) == ["Vanilla: 42.00 MiB, no time", "Ghost Clipping: 63.00 MiB, no time"]
-    assert not any(tick.get_visible() for tick in axes.get_yticklabels())
+    assert spans(axes) == {0: [(0, 10), (10, 12), (12, 42)], 1: [(0, 10), (10, 30), (30, 63)]}
+    assert figures[0].get_suptitle() == "Memory without time: a virtual GPU measures no time"
+
+
+def test_runs_that_all_fail_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
+    tradeoff.performance_tradeoff(rows_by_mode({"h": RAN_OUT}), tmp_path / "a.png", "dark")
+    (axes,) = figures[0].axes
+    assert spans(axes)[0][:2] == [(0, 10), (10, 19)]
+    assert figures[0].get_suptitle() == "Memory without time: no run finished"
 
 
 @pytest.mark.parametrize("count", [1, 20])

@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.result import best_suggestion, peaks_between
+from opacus_memprof.experiments.result import best_suggestion, find_phase_edges, peaks_between
+from opacus_memprof.session import profile
 from tests.unit.event_files import EventFile
 
 
@@ -40,3 +43,27 @@ def test_the_best_suggestion(tmp_path: Path) -> None:
     assert best_suggestion(tmp_path) == suggestion
     (tmp_path / "oom_report.json").write_text('{"suggestions": []}')
     assert best_suggestion(tmp_path) is None
+
+
+def test_phases_begin_where_the_program_s_do(tmp_path: Path) -> None:
+    """A training of two steps on the CPU, whose phases are known; what is idle within a phase belongs to it."""
+    with profile(tmp_path, device="cpu") as session:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        session.attach(model)
+        session.attach(optimizer)
+        for _ in range(2):
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    edges = find_phase_edges(tmp_path)
+    assert edges.event == sorted(edges.event)
+    assert edges.time_ns == sorted(edges.time_ns)
+    found = [(step, phase) for step, phase in zip(edges.step, edges.phase, strict=True) if phase != "idle"]
+    first = [(0, "forward"), (0, "backward"), (0, "optimizer_step")]
+    second = [(1, "zero_grad"), (1, "forward"), (1, "backward"), (1, "optimizer_step")]
+    assert found == [*first, *second, (2, "zero_grad")]
+
+
+def test_without_events_there_are_no_edges(tmp_path: Path) -> None:
+    assert find_phase_edges(tmp_path / "none").event == []

@@ -2,12 +2,13 @@
 """The pictures of a table of results: each as NAME.png, and as NAME_dark.png on a dark background."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from opacus_memprof.experiments.figures.bars import breakdown_comparison, peak_comparison
 from opacus_memprof.experiments.figures.details import detailed_analysis, operation_breakdown
 from opacus_memprof.experiments.figures.overview import analysis_overview, memory_heatmap
-from opacus_memprof.experiments.figures.timeline import timelines
+from opacus_memprof.experiments.figures.timeline import TimeAxis, timelines
 from opacus_memprof.experiments.figures.tradeoff import performance_tradeoff
 from opacus_memprof.experiments.rows import Row
 
@@ -26,11 +27,12 @@ FIGURES: dict[str, Callable[[Sequence[Row], Path, str], None]] = {
 }
 
 
-def draw_figure(name: str, rows: Sequence[Row], directory: Path) -> list[Path]:
+def draw_figure(name: str, rows: Sequence[Row], directory: Path, axis: TimeAxis = "events") -> list[Path]:
     """Draws one of FIGURES, light and dark. Raises MemprofError if matplotlib is missing or it cannot be written."""
+    draw = partial(timelines, axis=axis) if FIGURES[name] is timelines else FIGURES[name]
     paths = []
     for shown in [[row] for row in rows] if "{}" in name else [rows]:
         for theme, suffix in (("light", ""), ("dark", "_dark")):
             paths.append(directory / f"{name.format(shown[0].name)}{suffix}.png")
-            FIGURES[name](shown, paths[-1], theme)
+            draw(shown, paths[-1], theme)
     return paths

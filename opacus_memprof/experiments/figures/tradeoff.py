@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.experiments.figures.bars import headline
+from opacus_memprof.experiments.figures.bars import headline, height, peaks
 from opacus_memprof.experiments.rows import Row, find_vanilla
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import byte_axis, saved_figure
+from opacus_memprof.reports.figures import byte_axis, legend, saved_figure
 from opacus_memprof.reports.palette import THEMES, category_color
 
 if TYPE_CHECKING:
@@ -20,11 +20,22 @@ _MAX_NAMED = 8  # with more points, names are in a separate list
 
 
 def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """Draws each run's peak against the time of a step. Raises MemprofError if the file cannot be written."""
+    """Draws each run's peak against the time of a step. Raises MemprofError if the file cannot be written.
+
+    If no run has a time, it draws bars of memory instead, with the reason.
+    """
     from matplotlib.lines import Line2D
 
     palette = THEMES[theme]
     measured = [row for row in rows if row.finished and row.step_ms]
+    if not measured:
+        with saved_figure(path, theme, (11, height(rows))) as figure:
+            why = "a virtual GPU measures no time" if any(row.finished for row in rows) else "no run finished"
+            headline(figure, rows, f"Memory without time: {why}")
+            axes = figure.subplots()
+            peaks(axes, rows, palette)
+            legend(figure, axes)
+        return
     vanilla = find_vanilla(rows)
     names = [_relative(row, vanilla) for row in measured]
     many = len(measured) > _MAX_NAMED
@@ -34,16 +45,14 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
         axes.set_title("Memory against time")
         axes.set_xlabel("time of a step, in ms")
         axes.set_ylabel("memory at the peak")
-        axes.grid(axis="both", visible=bool(measured))
+        axes.grid(axis="both", visible=True)
         times = [row.step_ms or 0.0 for row in measured]
         totals = [row.total_bytes for row in measured]
         colors = [palette.muted if row is vanilla else category_color("activation_hooks") for row in measured]
         axes.scatter(times, totals, s=60, c=colors, zorder=3)
-        if not measured:
-            axes.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
-        axes.set_xlim(0, max(times, default=1) * 1.25)
-        axes.set_ylim(0, max(totals, default=1) * 1.15)
-        byte_axis(axes.yaxis, max(totals, default=1))
+        axes.set_xlim(0, max(times) * 1.25)
+        axes.set_ylim(0, max(totals) * 1.15)
+        byte_axis(axes.yaxis, max(totals))
         if many:
             numbers = [str(number) for number in range(1, len(measured) + 1)]
             lines = [f"{number}  {name}".replace("\n", ": ") for number, name in zip(numbers, names, strict=True)]
