@@ -262,4 +262,5 @@ def _print_checks(view: ProfileView, console: Console) -> None:
         for check in checks:
             print_check(check, console)
     directory = escape(str(view.directory or "DIR"))
-    console.print(f"all tables: opacus-memprof report {directory} --full, a page: --html", style="dim", highlight=False)
+    line = f"all tables: opacus-memprof report {directory} --full, a page: --html"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)  # whole, so that it can be copied

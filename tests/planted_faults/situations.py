@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in what a proof holds for: a change of the program after which a step is not proved again."""
 
-from tests.planted_faults.fault import Fault, integration, programs
+from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
@@ -10,7 +10,7 @@ FAULTS = [
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, (), signature,",
         "A model that mixes in another mode is not proved again.",
-        programs("modes_own_flag_mixes_checked_once"),
+        programs("number_of_flag_mixes"),
     ),
     Fault(
         "key_without_arguments",
@@ -18,7 +18,7 @@ FAULTS = [
         "call.key = call.entry, self._modes, signature,",
         "call.key = call.entry, self._modes, None,",
         "Arguments of another kind are not proved.",
-        programs("arguments_dtype_mixes_checked_once"),
+        programs("number_of_dtype_mixes"),
     ),
     Fault(
         "key_without_batch_size",
@@ -26,7 +26,7 @@ FAULTS = [
         "signature, size_class(batch), autocast_key",
         "signature, 0, autocast_key",
         "A batch that is larger than any before is not proved.",
-        programs("mix_size_grows_to_9"),
+        programs("number_of_batch_size_mixes"),
     ),
     Fault(
         "key_without_autocast",
@@ -34,7 +34,7 @@ FAULTS = [
         'size_class(batch), autocast_key(("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
-        programs("modes_autocast_mixes_checked_once"),
+        programs("number_of_autocast_mixes"),
     ),
     Fault(
         "signature_without_dtypes",
@@ -42,7 +42,7 @@ FAULTS = [
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
         "described.append((sizes, leaf.requires_grad))",
         "Arguments of another dtype are not proved.",
-        programs("arguments_dtype_mixes_checked_once"),
+        programs("number_of_dtype_mixes"),
     ),
     Fault(
         "signature_without_shapes",
@@ -50,7 +50,7 @@ FAULTS = [
         "described.append((sizes, leaf.dtype, leaf.requires_grad))",
         "described.append((leaf.dtype, leaf.requires_grad))",
         "Arguments of other shapes are not proved.",
-        programs("arguments_dimensions_mix_checked_once"),
+        programs("number_of_dimensions_mixes"),
     ),
     Fault(
         "signature_without_plain_values",
@@ -58,7 +58,7 @@ FAULTS = [
         "            return leaf\n        if not isinstance(leaf, (int, float)):",
         "            return None\n        if not isinstance(leaf, (int, float)):",
         "A flag or a word among the arguments is not proved when it changes.",
-        programs("arguments_flag_mixes_checked_once"),
+        programs("number_of_argument_mixes"),
     ),
     Fault(
         "modes_without_training",
@@ -66,7 +66,7 @@ FAULTS = [
         "            tuple(map(_is_training, self._modules)),\n",
         "            (),\n",
         "A model is not proved again after train() or eval() of a part.",
-        programs("modes_part_trains_and_mixes_checked_once"),
+        programs("number_of_mode_of_part_mixes"),
     ),
     Fault(
         "modes_without_hooks",
@@ -74,7 +74,7 @@ FAULTS = [
         "            self._hooks_of_users(),\n",
         "            (),\n",
         "A hook that the program adds later is not proved.",
-        programs("hook_mixes_later_checked_once"),
+        programs("number_of_hook_mixes"),
     ),
     Fault(
         "modes_without_replaced_forwards",
@@ -82,7 +82,7 @@ FAULTS = [
         "            replaced,\n",
         "            (),\n",
         "A forward that is replaced later is not proved.",
-        programs("hook_replaced_later_checked_once"),
+        programs("number_of_forward_mixes"),
     ),
     Fault(
         "modes_without_classes",
@@ -90,15 +90,15 @@ FAULTS = [
         "classes = tuple(map(type, self._modules))",
         "classes = ()",
         "A module that becomes one of another class is not proved.",
-        programs("changes_class_mixes_checked_once"),
+        programs("number_of_class_mixes"),
     ),
     Fault(
         "modes_without_attributes",
         "proof/model_state.py",
-        "            self._attributes.now(),\n",
+        "            self._attributes.now(self._users_hooks),\n",
         "            (),\n",
         "A flag of the model's own is not proved when it changes.",
-        programs("modes_own_flag_mixes_checked_once"),
+        programs("number_of_flag_mixes"),
     ),
     Fault(
         "structure_without_trained",
@@ -111,10 +111,10 @@ FAULTS = [
     Fault(
         "structure_without_children",
         "proof/model_state.py",
-        "return tuple(children), tuple(map(id, parameters))",
+        "return self._described[0], tuple(map(id, parameters))",
         "return (), tuple(map(id, parameters))",
         "A module that is put in later is not followed.",
-        programs("changes_mixing_put_in_checked_once"),
+        programs("number_of_child_mixes"),
     ),
     Fault(
         "order_of_layers_is_not_compared",
@@ -122,7 +122,7 @@ FAULTS = [
         "order_of(hooks.trace) not in situation.traces",
         "not situation.traces",
         "A forward that calls its layers in another order is not proved.",
-        programs("modes_own_list_mixes_checked_once"),
+        programs("number_of_order_of_layers_mixes"),
     ),
     Fault(
         "empty_batches_are_proofs",
@@ -174,9 +174,9 @@ FAULTS = [
     ),
     Fault(
         "hidden_values_are_no_situation",
-        "proof/model_state.py",
-        "        return self._now\n",
-        "        return ()\n",
+        "proof/model_values.py",
+        "return self._now, self.tensors.now()",
+        "return self.tensors.now()",
         "A number outside of the model's modules that makes samples mix is not seen.",
         programs("hidden_global_number_mixes_later", "hidden_configuration_number_mixes_later"),
     ),
@@ -195,5 +195,45 @@ FAULTS = [
         "rounding = [1e12 * _tolerance(dtype, device) for",
         "A check of a known situation takes mixing for rounding.",
         programs("hidden_unseen_number_mixes_at_a_check"),
+    ),
+    Fault(
+        "tensors_are_no_situation",
+        "proof/model_values.py",
+        "return self._now, self.tensors.now()",
+        "return self._now, ()",
+        "A buffer that makes samples mix is not seen when it changes.",
+        programs("number_of_buffer_mixes", "number_of_tensor_mixes"),
+    ),
+    Fault(
+        "replaced_tensors_are_not_seen",
+        "proof/model_values.py",
+        "return self._tensor() is other._tensor() is not None",
+        "return True",
+        "Another tensor in the place of a large buffer is taken for the same one.",
+        programs("number_of_replaced_matrix_mixes"),
+    ),
+    Fault(
+        "writes_to_tensors_are_not_seen",
+        "proof/model_values.py",
+        "self._version != other._version",
+        "False",
+        "A write to a large buffer is not seen.",
+        programs("number_of_matrix_mixes"),
+    ),
+    Fault(
+        "changes_by_forwards_are_situations",
+        "module/hooks.py",
+        "            self._proofs.settle()\n",
+        "            pass\n",
+        "A model that counts its forwards in a buffer is proved again in each of the first steps.",
+        unit("model_values::a_change_by_the_forward_itself_is_no_change"),
+    ),
+    Fault(
+        "addresses_are_identities",
+        "proof/model_state.py",
+        "if known is not None and known[0]() is held:",
+        "if known is not None:",
+        "A hook at the address of a freed one is taken for it.",
+        unit("model_values::another_object_at_the_same_address_is_another"),
     ),
 ]

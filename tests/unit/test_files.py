@@ -35,7 +35,8 @@ def test_a_place_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "No such file"), (b"{half", "Expecting"), (b"\xff", "utf-8"), (b"[]", "no JSON object")]
+    ("content", "why"),
+    [(None, "No such file"), (b"{half", "Expecting"), (b"\xff", "utf-8"), (b"[]", "not a JSON object")],
 )
 def test_what_is_no_object_is_refused_in_a_sentence(tmp_path: Path, content: bytes | None, why: str) -> None:
     path = tmp_path / "file.json"

@@ -100,6 +100,10 @@ class CallProofs:
         self._modes = modes
         return True
 
+    def settle(self) -> None:
+        """Ends a forward; see `ModelState.settle`."""
+        self._state.settle()
+
     def prepare(self, call: Call, error: MemprofError | None) -> None:
         """Finds the situation of a call, and proves it if it is new or due.
 

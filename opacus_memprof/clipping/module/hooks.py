@@ -329,6 +329,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self.certificate.refuse(error)
             self.bookkeeping.refusal.add(error)
             return None
+        finally:
+            self._proofs.settle()
 
     def _finish(self, call: Call, output: Any) -> Any:
         hooks = self.layer_hooks

@@ -2,33 +2,23 @@
 """The situation of a forward: everything on which a proof depends and that a program may change between two steps."""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
-from itertools import chain
-from operator import attrgetter, itemgetter
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain, count
+from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.forwards.state import INTERNAL
+from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL_BATCH = 16
-_DEPTH = 3
-_MOST_SEARCHES = 32
-_MOST_ENTRIES = 256
-_KNOWN = {"builtins", "collections", "functools", "logging", "numpy", "opacus", "opacus_memprof", "torch", "typing"}
-_MOST_VALUES = 8
-"""The largest number of values of a plain number, such as a step count, that is part of a situation.
-
-Numbers among the arguments that have had more values are ignored.
-"""
 
 
 class ModelState:
@@ -44,240 +34,107 @@ class ModelState:
         self._parameters = [m._parameters for m in self._modules]
         self._hooks = [getattr(m, kind) for m in self._modules for kind in _HOOKS]
         self._dicts = [m.__dict__ for m in self._modules]
-        self._seen_hooks: list[int] = []
-        self._user_hooks: tuple[int, ...] = ()
-        self._attributes = Attributes(self._dicts, map(type, self._modules))
+        self._seen_children, self._seen_hooks = Seen(), Seen()
+        self._users_hooks: list[Any] = []
+        self._described: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
+        self._tokens = Tokens()
+        tensors: list[Any] = [*(m._buffers for m in self._modules), *self._parameters]
+        self._attributes = Attributes(self._dicts, tensors, map(type, self._modules))
 
     def structure(self) -> tuple[Any, ...]:
         """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
         parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
-        children = map(id, chain.from_iterable(map(dict.values, self._children)))
-        return tuple(children), tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
+        if self._seen_children.differ(chain.from_iterable(map(dict.values, self._children))):
+            self._described = tuple(map(self._tokens.of, self._seen_children.objects)), self._described[1]
+        return self._described[0], tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def modes(self) -> tuple[Any, ...]:
         """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.
 
         Also returns the attributes that are plain values.
         """
-        replaced = tuple(id(d["forward"]) for d in self._dicts if "forward" in d)
+        replaced = tuple(self._tokens.of(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
         return (
             tuple(map(_is_training, self._modules)),
             classes,
             self._hooks_of_users(),
             replaced,
-            self._attributes.now(),
+            self._attributes.now(self._users_hooks),
         )
 
-    def _hooks_of_users(self) -> tuple[int, ...]:
-        seen = list(map(id, chain.from_iterable(map(dict.values, self._hooks))))
-        if seen != self._seen_hooks:
-            hooks = chain.from_iterable(map(dict.values, self._hooks))
-            self._seen_hooks, self._user_hooks = seen, tuple(id(hook) for hook in hooks if not is_own(hook))
-        return self._user_hooks
+    def settle(self) -> None:
+        """Ends a forward: tensors that it has changed itself are not part of the situation of the next one."""
+        self._attributes.tensors.settle()
+
+    def _hooks_of_users(self) -> tuple[Any, ...]:
+        if self._seen_hooks.differ(chain.from_iterable(map(dict.values, self._hooks))):
+            self._users_hooks = [hook for hook in self._seen_hooks.objects if not is_own(hook)]
+            self._described = self._described[0], tuple(map(self._tokens.of, self._users_hooks))
+        return self._described[1]
 
 
-class Attributes:
-    """The plain values (numbers, strings, flags) that a model may read.
+class Seen:
+    """Objects that are compared by identity. They are kept, because the address of a freed object is used again."""
 
-    These are attributes of its modules, values in configurations, dictionaries and lists among these attributes,
-    attributes of its classes, and global and closure variables that its methods name.
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._ids: list[int] = []
 
-    Args:
-        dicts: the dictionaries of the modules' attributes.
-        classes: the classes of the modules.
-    """
-
-    def __init__(self, dicts: list[dict[str, Any]], classes: Iterable[type]) -> None:
-        self._own = dicts
-        self._classes = list(dict.fromkeys(classes))
-        self._others = Holders(set())
-        self._searches = 0
-        self._shape: list[int] = []
-        self._changes: Counter[Any] = Counter()
-        self._readers: list[tuple[Mapping[Any, Any], Callable[[Any], tuple[Any, ...]]]] = []
-        self._keys: list[tuple[int, Any]] = []
-        self._values: list[Any] = []
-        self._seen: dict[tuple[int, Any], set[Any]] = {}
-        self._now: tuple[Any, ...] = ()
-
-    def now(self) -> tuple[Any, ...]:
-        """Returns the values. Omits values that have changed more than a few times, such as a count of steps."""
-        if self._searches < _MOST_SEARCHES and self._shape_now() != self._shape:
-            self._find()
-        try:
-            values = self._read()
-        except (KeyError, ValueError):  # the same number of values, but other names
-            self._find()
-            values = self._read()
-        if values != self._values:
-            self._values = values
-            every = zip(self._keys, chain.from_iterable(values), strict=True)
-            self._now = tuple(v for key, v in every if self._is_stable(key, v))
-        return self._now
-
-    def _read(self) -> list[Any]:
-        values: list[Any] = [read(d) for d, read in self._readers]
-        values.append([cell.cell_contents for cell in self._others.cells])
-        values.append([*map(tuple, self._others.lists)])
-        return values
-
-    def _shape_now(self) -> list[int]:
-        """Returns the numbers of values, and the identities of their holders."""
-        others = self._others
-        sizes = [*map(len, self._own), *map(len, others.mappings), *map(len, others.lists)]
-        sizes += [id(d.get(k)) for d, k in others.places]
-        return sizes
-
-    def _find(self) -> None:
-        """Finds the values.
-
-        Omits holders whose objects or sizes change in every step. If modules get other attributes in every step, the
-        model is searched only a few times, because a search takes milliseconds.
-        """
-        self._searches += 1
-        self._search()
-        places: dict[int, tuple[Mapping[Any, Any], list[Any]]] = {}
-        for d in (*self._own, *self._others.mappings):
-            names = [k for k, v in list(d.items()) if k not in INTERNAL and _is_plain(v)]
-            places[id(d)] = d, names
-        for d, k in self._others.variables:
-            if _is_plain(d.get(k)):
-                places.setdefault(id(d), (d, []))[1].append(k)
-        self._readers = [(d, _reader(names)) for d, names in places.values() if names]
-        self._keys = [(id(d), k) for d, names in places.values() for k in names]
-        self._keys += [(id(each), None) for each in (*self._others.cells, *self._others.lists)]
-        self._shape, self._values = self._shape_now(), []
-
-    def _search(self) -> None:
-        before, self._others = self._others, Holders({key for key, n in self._changes.items() if n > _MOST_VALUES})
-        for d in self._own:
-            self._others.add_values(d, _DEPTH)
-        for kind in self._classes:
-            self._others.add_class(kind)
-        now = {(id(d), k): id(d.get(k)) for d, k in self._others.places}
-        self._changes.update(key for key, held in now.items() if before.held.get(key, held) != held)
-        sizes = {id(each): len(each) for each in (*self._others.mappings, *self._others.lists)}
-        self._changes.update(key for key, size in sizes.items() if before.sizes.get(key, size) != size)
-        self._others.held, self._others.sizes = now, sizes
-
-    def _is_stable(self, key: tuple[int, Any], value: Any) -> bool:
-        if not (_is_plain(value) or type(value) is tuple):
+    def differ(self, objects: Iterable[Any]) -> bool:
+        """Takes other objects. Returns whether these are not the same ones."""
+        held = list(objects)
+        ids = list(map(id, held))
+        if ids == self._ids:
             return False
-        seen = self._seen.setdefault(key, set())
-        seen.add(value)
-        return len(seen) <= _MOST_VALUES
-
-
-def _reader(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that reads the values of these names from a mapping."""
-    read = itemgetter(*names)
-    return read if len(names) > 1 else lambda mapping: (read(mapping),)
-
-
-class Holders:
-    """Objects from which a model may read plain values, besides the attributes of its modules.
-
-    Attributes:
-        places: references to the objects below; another object in a place has other values.
-        mappings: attributes of configurations and similar objects, dictionaries, and attributes of classes.
-        lists: lists of plain values.
-        variables: global variables, each as the module's dictionary and a name.
-        cells: closure variables that are plain values.
-        held, sizes: the identities of the objects in the places, and the lengths of mappings and lists.
-
-    Args:
-        ignored: identities of mappings and lists, and places, that are ignored.
-    """
-
-    def __init__(self, ignored: set[Any]) -> None:
-        self._ignored = ignored
-        self.held: dict[Any, int] = {}
-        self.sizes: dict[int, int] = {}
-        self.places: list[tuple[Mapping[Any, Any], Any]] = []
-        self.mappings: list[Mapping[Any, Any]] = []
-        self.lists: list[list[Any]] = []
-        self.variables: list[tuple[Mapping[Any, Any], Any]] = []
-        self.cells: list[CellType] = []
-        self._seen: set[int] = set()
-
-    def add_values(self, d: Mapping[Any, Any], depth: int) -> None:
-        """Adds the holders among the values of a mapping."""
-        for key, value in list(d.items()):
-            if key not in INTERNAL and (id(d), key) not in self._ignored and self._add(value, depth):
-                self.places.append((d, key))
-
-    def add_class(self, kind: type) -> None:
-        """Adds the attributes of a class, and the names that its methods use."""
-        for base in kind.__mro__:
-            if base is nn.Module or _is_known(base) or id(base) in self._seen:
-                continue
-            self._seen.add(id(base))
-            self.mappings.append(vars(base))
-            for value in list(vars(base).values()):
-                self._add_function(getattr(value, "__func__", value), _DEPTH)
-                self._add_function(getattr(value, "fget", None), _DEPTH)
-
-    def _add(self, value: Any, depth: int) -> bool:
-        """Adds the holders in a value. Returns whether it has any."""
-        if depth == 0 or value is None or type(value) in (bool, int, float, str):
-            return False
-        if isinstance(value, (FunctionType, MethodType, functools.partial)):
-            self._add_function(getattr(value, "func", getattr(value, "__func__", value)), depth)
-            return True
-        if isinstance(value, (torch.Tensor, nn.Module, type, ModuleType)):
-            return False
-        if type(value) is list:
-            if id(value) in self._ignored or len(value) > _MOST_ENTRIES or not all(map(_is_plain, value)):
-                return False
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self.lists.append(value)
-            return True
-        mapping = value if type(value) is dict else None if _is_known(type(value)) else getattr(value, "__dict__", None)
-        if type(mapping) is not dict or id(mapping) in self._ignored or len(mapping) > _MOST_ENTRIES:
-            return False
-        if id(mapping) not in self._seen:
-            self._seen.add(id(mapping))
-            self.mappings.append(mapping)
-            self.add_values(mapping, depth - 1)
+        self.objects, self._ids = held, ids
         return True
 
-    def _add_function(self, function: Any, depth: int) -> None:
-        if not isinstance(function, FunctionType) or depth == 0 or id(function) in self._seen or _is_known(function):
-            return
-        self._seen.add(id(function))
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-            if _is_plain(value):
-                self.cells.append(cell)
-            else:
-                self._add(value, depth - 1)
-        for name in _names(function.__code__):
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                if _is_plain(value):
-                    self.variables.append((function.__globals__, name))
-                elif (id(function.__globals__), name) not in self._ignored and self._add(value, depth - 1):
-                    self.places.append((function.__globals__, name))
+
+class Tokens:
+    """Gives each object a number that no other object has, also after the object has been freed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._counter = count()
+
+    def of(self, held: Any) -> Any:
+        """Returns the number of an object.
+
+        A function is described by its code and the values that it was made with, so that a program may make the same
+        one before each forward.
+        """
+        if isinstance(held, MethodType):
+            return self.of(held.__self__), self.of(held.__func__)
+        if isinstance(held, functools.partial):
+            return tuple(map(self.of, (held.func, *held.args, *held.keywords.items())))
+        if isinstance(held, tuple):
+            return tuple(map(self.of, held))
+        if isinstance(held, FunctionType):
+            cells = [cell_contents(cell) for cell in held.__closure__ or ()]
+            values = (*cells, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).items())
+            return self._number_of(held.__code__), tuple(v if is_plain(v) else self._shallow(v) for v in values)
+        return held if is_plain(held) else self._number_of(held)
+
+    def _shallow(self, held: Any) -> Any:
+        """Returns the number of a value in a function: functions may refer to themselves."""
+        return self._number_of(held.__code__ if isinstance(held, FunctionType) else held)
+
+    def _number_of(self, held: Any) -> int:
+        known = self._known.get(id(held))
+        if known is not None and known[0]() is held:
+            return known[1]
+        try:
+            reference: Callable[[], Any] = weakref.ref(held)
+        except TypeError:  # without weak references: kept, for its address must not be another one's
+            reference = functools.partial(_identity, held)
+        number = next(self._counter)
+        self._known[id(held)] = reference, number
+        return number
 
 
-def _names(code: CodeType) -> set[str]:
-    """Returns the names that a function's code uses, including functions inside it."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names, *chain.from_iterable(map(_names, inner))}
-
-
-def _is_known(each: Any) -> bool:
-    """Returns whether a class or function belongs to Python, torch or this package, whose state is not a model's."""
-    return (getattr(each, "__module__", None) or "").partition(".")[0] in _KNOWN
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Enum)
+def _identity(held: Any) -> Any:
+    return held
 
 
 def is_own(hook: Any) -> bool:
@@ -319,7 +176,7 @@ class Arguments:
             return type(leaf)
         known = self._values.setdefault(place, set())
         known.add(leaf)
-        return type(leaf) if len(known) > _MOST_VALUES else leaf
+        return type(leaf) if len(known) > MOST_VALUES else leaf
 
 
 def size_class(batch: int) -> int:

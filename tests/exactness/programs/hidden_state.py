@@ -5,6 +5,7 @@ Only the first step of a situation is checked: the change is seen when it happen
 checked again.
 """
 
+import ctypes
 import enum
 import os
 from collections.abc import Callable
@@ -95,10 +96,6 @@ def with_buffer() -> Between:
 
 def set_global(name: str, value: Any) -> Callable[[Any], None]:
     return lambda _: globals().__setitem__(name, value)
-
-
-class Unseen:
-    __slots__ = ("share",)
 
 
 def reset() -> None:
@@ -197,16 +194,16 @@ def _program(name: str) -> Program:
 
 def _seen_by_a_check() -> Program:
     """A number that no situation has and that changes no operation. Only the second step's check of mixing sees it."""
-    unseen = Unseen()
+    unseen = ctypes.c_double(0.0)
 
     def built() -> Between:
-        unseen.share = 0.0
-        return Between(lambda m, h: h - unseen.share * h.detach().mean(0))
+        unseen.value = 0.0
+        return Between(lambda m, h: h - unseen.value * h.detach().mean(0))
 
     return Program(
         "hidden_unseen_number_mixes_at_a_check",
         built,
-        of_shape(5, 6, count=4, change=lambda model, optimizer: setattr(unseen, "share", 1e-5), at=1),
+        of_shape(5, 6, count=4, change=lambda model, optimizer: setattr(unseen, "value", 1e-5), at=1),
         "refused",
         settings={"module_options": {"check": "sometimes"}},
     )
