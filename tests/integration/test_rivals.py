@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/rivals.py runs its small copies on the CPU, says who clips exactly, and gives rivals that fail a row."""
+"""The comparison with rivals runs on the CPU, says who clips exactly, and gives rivals that fail a row."""
 
 import json
 import os
@@ -15,23 +15,21 @@ import torch
 
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STATUS_1 = "the worker ended with status 1"
 CONFIG = "gpt2_T4096_B1_bf16"
 OWN = ["hooks", "functorch", "ghost", "flash_clip"]
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def check() -> ModuleType:
     """What says who clips exactly."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import rivals_exactness
+    from benchmarks.clipping import rivals_exactness
 
     return rivals_exactness  # type: ignore[no-any-return]
 
 
 def small_config() -> Any:
-    import rivals_models
+    from benchmarks.clipping import rivals_models
 
     return next(config.small for config in rivals_models.CONFIGS if config.name == CONFIG)
 
@@ -47,7 +45,7 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
     fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)
     flashnorm = fake_checkout(tmp_path / "b", "opacus", "raise SystemExit('this fork is broken')\n")
     options = ["--tiny", "--configs", CONFIG, "--fastdp", fastdp, "--flashnorm", flashnorm, "-o", tmp_path / "out"]
-    command = [sys.executable, str(BENCHMARKS / "rivals.py"), *map(str, options)]
+    command = [sys.executable, "-m", "benchmarks.clipping.rivals", *map(str, options)]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     results: dict[str, Any] = json.loads((tmp_path / "out/rivals.json").read_text())
@@ -85,7 +83,7 @@ def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) 
     engine = "class PrivacyEngine:\n    def __init__(self, *args, **kwargs): raise ValueError('no shards')\n"
     fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)
     options = ["--tiny", "--ranks", ranks, "--fastdp", fastdp, "-o", tmp_path / "out"]
-    command = [sys.executable, str(BENCHMARKS / "rivals.py"), *map(str, options)]
+    command = [sys.executable, "-m", "benchmarks.clipping.rivals", *map(str, options)]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     rows = json.loads((tmp_path / "out/rivals.json").read_text())["rows"]
@@ -116,7 +114,7 @@ def test_what_a_rank_of_two_takes_on_a_virtual_gpu(tmp_path: Path, config: str) 
     flash_clip keeps a layer's gradient, which autograd forms as well, and adapters' gradients are small.
     """
     command = [sys.executable, "-m", "opacus_memprof", "run", "--virtual-gpu", "h200", "--virtual-ranks", "2"]
-    command += ["-o", str(tmp_path), str(BENCHMARKS / "rivals_worker.py"), config]
+    command += ["-o", str(tmp_path), "-m", "benchmarks.clipping.rivals_worker", config]
     command += ["--modes", "vanilla", "flash_clip", "--rounds", "1", "--no-check"]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
@@ -161,7 +159,7 @@ def test_by_hand_as_the_tests_do_it(check: ModuleType) -> None:
 
 
 def test_out_of_memory_is_said(check: ModuleType) -> None:
-    import rivals_report
+    from benchmarks.clipping import rivals_report
 
     row = {"config": "c", "library": "fastDP", "mode": "fastDP ghost", "exactness": None}
     row["failed"] = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -173,7 +171,7 @@ def test_out_of_memory_is_said(check: ModuleType) -> None:
 def test_refusals(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import rivals
+    from benchmarks.clipping import rivals
 
     fork = fake_checkout(tmp_path / "fork", "opacus", "")
     for arguments, sentence in (
@@ -191,7 +189,7 @@ def test_refusals(
 
 
 def test_what_came_before_the_time_was_over_counts(check: ModuleType) -> None:
-    import clipping
+    from benchmarks.clipping import modes as clipping
 
     waits = "import time; print('{\"round\": 0}', flush=True); time.sleep(60)"
     seconds = -29.0  # a worker may take twice this, and a minute for its start

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cuDNN takes on the virtual H200, against what was measured on a real one and against the sizes of weights.
 
-The numbers are those of benchmarks/virtual_gpu_workspaces.py and recurrent_workspaces.py on an H200 with torch 2.11 and
+The numbers are those of benchmarks/virtual_gpu/workspaces.py and recurrent_workspaces.py on an H200 with torch 2.11 and
 cuDNN 9.19.
 """
 
@@ -126,8 +126,8 @@ def test_sizes_of_recurrent_layers() -> None:
     """Workspace, reserve and weights are the ones cuDNN reports on an H200, for layers of all kinds."""
     found = run(f"""
         import sys
-        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-        from recurrent_workspaces import Cudnn, Layer
+        sys.path.insert(0, {str(ROOT)!r})
+        from benchmarks.virtual_gpu.recurrent_workspaces import Cudnn, Layer
 
         torch.zeros(1, device="cuda")
         cudnn = Cudnn()

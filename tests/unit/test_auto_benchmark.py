@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/auto_mode.py: when the mode that auto has chosen is the right one."""
+"""benchmarks/clipping/auto_mode.py: when the mode that auto has chosen is the right one."""
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 
 
 @pytest.fixture
-def benchmark_of_auto(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import auto_mode
+def benchmark_of_auto() -> ModuleType:
+    from benchmarks.clipping import auto_mode
 
     return auto_mode  # type: ignore[no-any-return]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions computed in another layout than their tensors have are recognized.
 
-The cases are the ones that benchmarks/convolution_workspace.py measured on an H200. A stand-in replaces the tensors.
+The cases are the ones that benchmarks/virtual_gpu/convolution_workspace.py measured on an H200. A stand-in replaces the
+tensors.
 """
 
 from __future__ import annotations

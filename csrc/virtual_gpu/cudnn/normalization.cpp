@@ -21,7 +21,7 @@ struct Law {
   double once;
 };
 
-// Fitted to benchmarks/virtual_gpu_workspaces.py on an H200, which has three shapes of each: equal
+// Fitted to benchmarks/virtual_gpu/workspaces.py on an H200, which has three shapes of each: equal
 // there to the byte. Less than a megabyte each.
 constexpr Law kForwardFloat = {8.0625, 520, 556};
 constexpr Law kForwardHalf = {3.225, 269.4, 1219.6};

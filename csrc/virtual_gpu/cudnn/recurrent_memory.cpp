@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas are read off what cuDNN 9.19 says on an H200, by
-// benchmarks/recurrent_workspaces.py, and equal to the byte in all layers asked for there
-// (docs/virtual_gpu_workspaces.md). Every buffer starts at a multiple of 32 bytes.
+// benchmarks/virtual_gpu/recurrent_workspaces.py, and equal to the byte in all layers asked for
+// there (docs/virtual_gpu_workspaces.md). Every buffer starts at a multiple of 32 bytes.
 #include <algorithm>
 
 #include "virtual_gpu/cudnn/recurrent.h"

@@ -16,7 +16,7 @@ namespace opacus_memprof::virtual_gpu {
 class Pool {
  public:
   // The driver takes memory for a pool in steps of this size, and cuts it in units.
-  // benchmarks/virtual_gpu_constants.py measures both.
+  // benchmarks/virtual_gpu/constants.py measures both.
   static constexpr std::size_t kChunk = std::size_t{32} << 20U;
   static constexpr std::size_t kUnit = 512;
 

@@ -94,7 +94,7 @@ class Layer:
     def layout_copies(self, n: int) -> int:
         """The workspace of a convolution's backward, if its library computes in another memory layout: copies of the
         gradients of output and input, and of the weight. On an H200 cuDNN's workspace was that to within 1 KiB
-        (benchmarks/convolution_workspace.py).
+        (benchmarks/virtual_gpu/convolution_workspace.py).
         """
         if not self.forward.layout_copied:
             return 0
