@@ -2,7 +2,8 @@
 """The language of what people read: English, or Chinese by the catalogue locale/zh.po.
 
 The messages in the code are English, and a catalogue maps them to another language; a message that it does not have
-stays English. Names in files that programs read (keys, categories, kinds of findings) have one language.
+stays English. What programs read has one language: keys, categories, and the sentences of a profile's findings, which
+`tr_sentence` translates where they are shown.
 """
 
 import ast
@@ -21,7 +22,8 @@ from opacus_memprof.errors import MemprofError
 LANGUAGES = ("en", "zh")
 VARIABLE = "OPACUS_MEMPROF_LANGUAGE"
 
-_ENTRY = re.compile(r'^msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
+_ENTRY = re.compile(r'^(msgctxt "sentence"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
+_NAME = re.compile(r"\{(\w+)\}")
 
 _of_process: str | None = None
 _of_block: ContextVar[str | None] = ContextVar("language", default=None)
@@ -31,6 +33,20 @@ def tr(message: str, /, **values: object) -> str:
     """Returns a message in the current language, with the values in the places of its {names}."""
     translated = _catalogue(current_language()).get(message, message)
     return translated.format(**values) if values else translated
+
+
+def tr_sentence(sentence: str) -> str:
+    """Returns a finished English sentence in the current language, with the parts of it that are messages, too.
+
+    In the catalogue such messages have the context "sentence", and names for what varies; `{count}` is a number.
+    """
+    exact, patterns = _sentences(current_language())
+    if sentence in exact:
+        return exact[sentence]
+    for pattern, translation in patterns:
+        if found := pattern.fullmatch(sentence):
+            return translation.format(**{name: tr_sentence(part) for name, part in found.groupdict().items()})
+    return sentence
 
 
 def current_language() -> str:
@@ -119,11 +135,33 @@ def _say_escaped(encoding: str) -> None:
 
 
 @functools.cache
-def _catalogue(language: str) -> dict[str, str]:
+def _entries(language: str) -> list[tuple[bool, str, str]]:
+    """Returns whether each entry of a catalogue is a sentence, its message, and the translation."""
     if language == "en":
-        return {}
+        return []
     text = (resources.files("opacus_memprof") / "locale" / f"{language}.po").read_text(encoding="utf-8")
-    return {_joined(message): _joined(translation) for message, translation in _ENTRY.findall(text)}
+    return [(bool(context), _joined(message), _joined(other)) for context, message, other in _ENTRY.findall(text)]
+
+
+@functools.cache
+def _catalogue(language: str) -> dict[str, str]:
+    return {message: other for is_sentence, message, other in _entries(language) if not is_sentence}
+
+
+@functools.cache
+def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
+    """Returns translations by sentence, and by a pattern for those with names; what has more words comes first."""
+    sentences = {message: other for is_sentence, message, other in _entries(language) if is_sentence}
+    named = sorted((message for message in sentences if "{" in message), key=lambda each: -len(_NAME.sub("", each)))
+    return sentences, [(_pattern(message), sentences[message]) for message in named]
+
+
+def _pattern(message: str) -> re.Pattern[str]:
+    parts = _NAME.split(message)  # text, name, text, name, ..., text
+    names = [rf"(?P<{name}>{'[0-9]+' if name == 'count' else '.+'})" for name in parts[1::2]]
+    return re.compile(
+        "".join(text for pair in zip(map(re.escape, parts[::2]), [*names, ""], strict=True) for text in pair)
+    )
 
 
 def _joined(literals: str) -> str:

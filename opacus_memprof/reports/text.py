@@ -12,7 +12,7 @@ from rich.table import Table
 
 from opacus_memprof.analysis.job_view import Columns, JobView
 from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, ProfileView
-from opacus_memprof.language import tr
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes, shorten_name
@@ -23,7 +23,7 @@ _CHECK_STYLE = {True: "green", False: "red", None: "yellow"}
 _FINDINGS = 3  # of one kind; profile.json has all
 _WIDEST = 100
 # Where a line may break: after a space, and after a Chinese character with the punctuation that follows it.
-_CHUNK = re.compile(r"[^\s\u2e80-\uffef]*(?:[\u2e80-\uffef][，。：；、！？）》”]*|\s+|$)")  # noqa: RUF001
+_CHUNK = re.compile(r"[^\s\u2e80-\uffef]*(?:[\u2e80-\uffef][，。：；、！？）》”]*|\s+|$)")
 _STATUS = ""  # the title of the column of ranks that did not finish
 
 
@@ -98,7 +98,10 @@ def _print_finding(kind: str, finding: Finding, console: Console) -> None:
     where = tr(" in {module}", module=finding.module) if finding.module else ""
     size = f", {format_bytes(finding.bytes)}" if finding.bytes else ""
     console.print(f"\n[bold yellow]{escape(kind)}[/]{escape(where)}{size}", highlight=False)
-    for text in (tr("evidence: {text}", text=finding.evidence), tr("remedy: {text}", text=finding.remedy)):
+    for text in (
+        tr("evidence: {text}", text=tr_sentence(finding.evidence)),
+        tr("remedy: {text}", text=tr_sentence(finding.remedy)),
+    ):
         print_indented(text, console, first="  ", following="    ")
 
 

@@ -58,12 +58,76 @@ def test_no_translation_is_left_over() -> None:
     used = {text for text, _ in strings_of_the_package()}
     kinds = {text.replace("_", " ") for text in used}
     assert sorted(language._catalogue("zh").keys() - used - kinds - {""}) == []
+    for is_sentence, message, _ in language._entries("zh"):
+        fragments = re.split(r"^1 |\{\w+\}", message.removesuffix("s") if "{count}" in message else message)
+        if is_sentence:
+            assert all(any(fragment.strip(" .") in text for text in used) for fragment in fragments), message
+
+
+def sentences_of(tree: ast.AST) -> Iterator[ast.expr]:
+    """What findings and suggestions are made with: sentences as they stand there, and constants with sentences."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+            if node.func.id == "Finding":
+                yield from node.args[3:5]
+                yield from (arguments[name] for name in ("evidence", "remedy") if name in arguments)
+            elif node.func.id == "suggest":
+                yield node.args[3]
+            elif node.func.id == "Suggestion":
+                yield arguments["title"]
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if re.fullmatch("[A-Z_]+|remedy|title|consequence", node.targets[0].id):
+                yield node.value
+        elif isinstance(node, ast.FunctionDef) and node.name == "_remedy":
+            yield from (each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value)
+
+
+def as_printed(expression: ast.expr) -> str:
+    """The text of a sentence, with 7 for what varies; "" for another expression."""
+    if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
+        return expression.value
+    if isinstance(expression, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "7" for part in expression.values)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "file", ["findings.py", "defects.py", "job.py", "oom/advice/changes.py", "oom/advice/waste.py"]
+)
+def test_no_sentence_of_a_finding_or_a_suggestion_is_missing(file: str) -> None:
+    tree = ast.parse((PACKAGE / "analysis" / file).read_text(encoding="utf-8"))
+    found = [as_printed(expression) for expression in sentences_of(tree)]
+    sentences = [text for text in found if re.search("[a-z]+ [a-z]+ [a-z]+", text)]
+    assert sentences
+    with in_language("zh"):
+        missing = [text for text in sentences if not re.search(r"[\u4e00-\u9fff]", language.tr_sentence(text))]
+    assert missing == []
+
+
+def test_a_sentence_is_translated_with_its_parts() -> None:
+    english = (
+        "give fc1 an input with a row for each sample: expand what all samples share, such as positions, to the batch "
+        '(positions.expand(len(x), -1)); or use opacus_memprof.PrivacyEngine with grad_sample_mode="flash_clip", which '
+        "trains it as it is"
+    )
+    with in_language("zh"):
+        assert language.tr_sentence(english) == (
+            "让 fc1 的输入对每个样本各有一行：把所有样本共享的内容（例如位置）扩展到整个批次"
+            "（positions.expand(len(x), -1)）；"
+            '或使用 opacus_memprof.PrivacyEngine 和 grad_sample_mode="flash_clip"，无需改动即可训练'
+        )
+        assert language.tr_sentence(
+            "a physical batch of at most 1 sample instead of 4, and the same logical batch"
+        ) == ("物理批次最多 1 个样本（现为 4），逻辑批次不变")
+        assert language.tr_sentence("words of nobody") == "words of nobody"
+    assert language.tr_sentence(english) == english
 
 
 def test_translations_have_the_places_of_their_messages() -> None:
-    catalogue = language._catalogue("zh")
-    assert catalogue
-    wrong = {message: text for message, text in catalogue.items() if message and places(message) != places(text)}
+    entries = [(message, text) for _, message, text in language._entries("zh") if message]
+    wrong = {message: text for message, text in entries if places(message) != places(text)}
+    assert len({(is_sentence, message) for is_sentence, message, _ in language._entries("zh")}) == len(entries) + 1
     assert wrong == {}
 
 
@@ -80,9 +144,10 @@ def test_other_readers_of_catalogues_read_the_same() -> None:
     mofile.write_mo(compiled, catalogue)
     compiled.seek(0)
     translations = gettext.GNUTranslations(compiled)
-    ours = {message: text for message, text in language._catalogue("zh").items() if message}
+    ours = [entry for entry in language._entries("zh") if entry[1]]
     assert len(ours) == len(catalogue)
-    assert {message: translations.gettext(message) for message in ours} == ours
+    for is_sentence, message, text in ours:
+        assert text == (translations.pgettext("sentence", message) if is_sentence else translations.gettext(message))
 
 
 def test_the_language_is_that_of_the_block_then_the_process_then_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
