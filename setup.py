@@ -141,7 +141,7 @@ def torch_has(torch_include: Path) -> list[tuple[str, str]]:
 
 
 # What reads event files. Nothing of it is in _C, which has the rest of csrc/core.
-CORE_SOURCES = ["event_reader", "event_rows", "follower", "replay", "replay_survey"]
+CORE_SOURCES = ["event_reader", "event_rows", "follower", "replay", "replay_survey", "torch_snapshot"]
 CORE = ["csrc/bindings/core_module.cpp", *(f"csrc/core/{name}.cpp" for name in CORE_SOURCES)]
 
 

@@ -11,6 +11,9 @@ def replay(directory: str, timeline_points: int = 2000) -> dict[str, Any]: ...  
 def for_event_rows(directory: str, on_rows: Callable[[bytes], object]) -> None:
     """Calls `on_rows` with all rows of the event file, in pieces of whole rows; see csrc/core/event_rows.h."""
 
+def read_torch_snapshot(path: str) -> dict[str, Any]:
+    """The arrays of csrc/core/torch_snapshot.h, as bytes, and its strings. Raises RuntimeError for any other file."""
+
 class Follower:
     """Reads further in directory/events.bin while it is written. Raises RuntimeError if the file is not readable."""
 

@@ -14,6 +14,7 @@
 #include "core/event_rows.h"
 #include "core/follower.h"
 #include "core/replay.h"
+#include "core/torch_snapshot.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -209,6 +210,26 @@ class IdConverter {
   std::size_t categories_;
 };
 
+// The structs as they lie in memory, for numpy.
+template <typename Struct>
+py::bytes as_bytes(const std::vector<Struct>& structs) {
+  const auto bytes = std::as_bytes(std::span(structs));
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+py::dict as_dict(const TorchSnapshot& snapshot) {
+  py::list strings;
+  for (const std::string& text : snapshot.strings) {
+    const auto size = static_cast<py::ssize_t>(text.size());
+    strings.append(
+        py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), size, "replace")));
+  }
+  return py::dict("strings"_a = strings, "frames"_a = as_bytes(snapshot.frames),
+                  "calls"_a = as_bytes(snapshot.calls), "entries"_a = as_bytes(snapshot.entries),
+                  "blocks"_a = as_bytes(snapshot.blocks),
+                  "segments"_a = as_bytes(snapshot.segments));
+}
+
 }  // namespace
 
 }  // namespace opacus_memprof
@@ -237,6 +258,17 @@ PYBIND11_MODULE(_core, m) {
       },
       "directory"_a, "on_rows"_a,
       "Calls on_rows(bytes) with all rows of core/event_rows.h, in pieces. Raises RuntimeError.");
+  m.def(
+      "read_torch_snapshot",
+      [](const std::string& path) {
+        const TorchSnapshot snapshot = [&] {
+          const py::gil_scoped_release release;
+          return read_torch_snapshot(path);
+        }();
+        return as_dict(snapshot);
+      },
+      "path"_a,
+      "The pickle of torch.cuda.memory._dump_snapshot; runs no code. Raises RuntimeError.");
   py::class_<Follower>(m, "Follower", "Reads on in directory/events.bin while it is written.")
       .def(py::init([](const std::string& directory) {
              return std::make_unique<Follower>(directory + "/events.bin");

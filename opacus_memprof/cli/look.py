@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from opacus_memprof.errors import MemprofError
 
+_PROFILE = "Directory of the profile, or file of torch.cuda.memory._dump_snapshot."
 _BY_DEFAULT = ""  # an option without a file
 # Copied from reports.export, which is not imported here because it loads many modules.
 _SUFFIXES = {
@@ -45,7 +46,7 @@ def _file(option: str, help: str) -> Any:
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="Directory of the profile.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR|FILE", help=_PROFILE)],
     html: Annotated[str | None, _file("--html", "HTML page: timeline, peak, modules, findings.")] = None,
     png: Annotated[str | None, _file("--png", "Picture, and the same for dark pages as FILE-dark.png.")] = None,
     csv: Annotated[str | None, _file("--csv", "Bytes by category at the peak, and by module, phase, step.")] = None,
@@ -63,9 +64,11 @@ def report(
     """Print where the memory went, from a profile. If the process was killed, reads its events instead.
 
     Each option writes a file: the one that follows it, or memprof.html, memprof.png … in DIRECTORY. For a job of
-    several ranks, DIRECTORY shows all ranks, and DIRECTORY/rank_0 one.
+    several ranks, DIRECTORY shows all ranks, and DIRECTORY/rank_0 one. The profile of a snapshot of torch, FILE.pickle,
+    is written into FILE.memprof.
     """
     from opacus_memprof.analysis.job_view import JobView, load_view
+    from opacus_memprof.analysis.torch_snapshot import profile_of
     from opacus_memprof.reports.summary import print_summary
     from opacus_memprof.reports.text import print_report
 
@@ -74,6 +77,7 @@ def report(
     wanted = {name: file or None for name, file in given.items() if file is not None}
     if vanilla and html is None:
         raise MemprofError("--vanilla is for the page: add --html")
+    directory = profile_of(directory)
     view = load_view(directory, vanilla, whole="html" in wanted)
     if isinstance(view, JobView) and (wanted.keys() - {"html"} or vanilla):
         raise MemprofError(
@@ -103,9 +107,13 @@ def diff(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
 ) -> None:
-    """Print what changed from BEFORE to AFTER, at the peak and in each phase, by category and module."""
+    """Print what changed from BEFORE to AFTER, at the peak and in each phase, by category and module.
+
+    Each is the directory of a profile, or a file of torch.cuda.memory._dump_snapshot.
+    """
     from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
     from opacus_memprof.analysis.profile import load_profile
+    from opacus_memprof.analysis.torch_snapshot import profile_of
     from opacus_memprof.reports.diff import diff_markdown, print_diff
 
     if vanilla is not None:
@@ -116,7 +124,7 @@ def diff(
     if after is None:
         raise MemprofError("give two profiles, BEFORE and AFTER, or --vanilla DIR and the private one")
     limit = None if fail_above is None else GrowthLimit.parse(fail_above)
-    result = diff_profiles(load_profile(before), load_profile(after))
+    result = diff_profiles(load_profile(profile_of(before)), load_profile(profile_of(after)))
     beyond = exceeded_limits(result, limit) if limit else []
     if markdown:
         typer.echo(diff_markdown(result, beyond), nl=False)

@@ -190,7 +190,10 @@ def _kinds(listed: str) -> list[str]:
 
 
 def replay_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Directory of the profile.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR|FILE", show_default=False, help="Directory of the profile, or snapshot of torch."),
+    ],
     settings: Annotated[
         str | None,
         typer.Option(
@@ -215,8 +218,10 @@ def replay_command(
 
     Exits with 0 if it fits with at least one of the settings, otherwise with 3.
     """
+    from opacus_memprof.analysis.torch_snapshot import profile_of
+
     tried = ["", *(parse_settings(settings) if settings is not None else ())]
-    recording = read_recording(directory, gpu, None if memory is None else parse_size(memory))
+    recording = read_recording(profile_of(directory), gpu, None if memory is None else parse_size(memory))
     replays = replay(recording, tried)
     _print_replays(recording, replays, Console())
     if not any(result.fits for result in replays):
