@@ -3,6 +3,7 @@
 // default.
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "virtual_gpu/defaults/defaults.h"
 #include "virtual_gpu/machine/limits.h"
@@ -31,6 +32,25 @@ const char* memprof_virtual_gpu_default(std::size_t index, std::uint64_t* calls)
   const auto& answer = virtual_gpu::default_answers[index];
   *calls = answer.calls.load(std::memory_order_relaxed);
   return answer.name;
+}
+
+// Whether any stream is being captured.
+int memprof_virtual_gpu_capturing() {
+  return static_cast<int>(virtual_gpu::machine().streams.capturing());
+}
+
+// Each replay of the graph into which the stream is captured calls the function, until what was
+// captured is freed and `destroy` is called. Does nothing and answers 0 where the stream is not
+// captured.
+int memprof_virtual_gpu_add_work(void* stream, void (*function)(void*), void* data,
+                                 void (*destroy)(void*)) {
+  auto& streams = virtual_gpu::machine().streams;
+  const auto handle = reinterpret_cast<virtual_gpu::Handle>(stream);
+  if (!streams.capture(handle)) {
+    return 0;
+  }
+  const std::shared_ptr<void> kept(data, destroy);
+  return static_cast<int>(streams.add_work(handle, [function, kept] { function(kept.get()); }));
 }
 
 std::size_t memprof_virtual_gpu_small_bytes() { return virtual_gpu::kSmall; }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "virtual_values/call.h"
 
+#include <ATen/ops/_coalesce.h>
 #include <ATen/ops/nan_to_num.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "virtual_values/counts.h"
 #include "virtual_values/indices.h"
 #include "virtual_values/lists.h"
+#include "virtual_values/parts.h"
 #include "virtual_values/tensors.h"
 #include "virtual_values/uniform.h"
 
@@ -55,8 +57,16 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
     for_each_tensor(arguments_[index], [&](const at::Tensor& tensor) {
       if (tensor.is_cuda()) {
         cuda_ = true;
-        plain_ = plain_ && is_plain(tensor);
-        tensors_.push_back({tensor, parameter, position, list, {}});
+        if (is_plain(tensor)) {
+          tensors_.push_back({tensor, parameter, position, list, false, {}});
+        } else if (is_compound(tensor)) {
+          const auto parts = parts_of(tensor);
+          for (const at::Tensor& part : parts)
+            tensors_.push_back({part, parameter, position, list, !part.is_same(parts.back()), {}});
+          compounds_.emplace_back(tensor, at::Tensor());
+        } else {
+          plain_ = false;
+        }
       } else {
         plain_ = plain_ && tensor.is_cpu() && !parameter.written;
       }
@@ -94,6 +104,20 @@ void Call::prepare() {
     const Span span = span_of(each.tensor);
     ranges().materialize(span);
     each.before.assign(bytes_at(span.begin), bytes_at(span.end));
+  }
+  prepare_compounds();
+}
+
+// What is written in place may get other parts, so that it stands apart from these.
+void Call::prepare_compounds() {
+  for (auto& [tensor, on_cpu] : compounds_) {
+    try {
+      const OnCpu guard;
+      on_cpu = compound_on_cpu(tensor);
+      if (small_ && is_written_argument(tensor)) on_cpu = on_cpu.clone();
+    } catch (const std::exception&) {
+      small_ = false;  // there is none, so nothing can be carried out
+    }
   }
 }
 
@@ -157,9 +181,14 @@ void Call::restore() {
 }
 
 bool Call::is_written_argument(const at::Tensor& tensor) const {
-  return std::any_of(tensors_.begin(), tensors_.end(), [&](const Tensor& each) {
-    return each.parameter.written && each.tensor.is_same(tensor);
-  });
+  for (std::size_t index = 0; index < arguments_.size(); ++index) {
+    if (!operation_.parameters[index].written) continue;
+    bool found = false;
+    for_each_tensor(arguments_[index],
+                    [&](const at::Tensor& argument) { found = found || argument.is_same(tensor); });
+    if (found) return true;
+  }
+  return false;
 }
 
 bool Call::finish(torch::jit::Stack& stack) {
@@ -168,12 +197,14 @@ bool Call::finish(torch::jit::Stack& stack) {
   for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
        ++result) {
     for_each_tensor(*result, [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) all_small = all_small && is_plain(tensor) && is_small(tensor);
+      if (tensor.is_cuda() && !is_plain(tensor)) all_small = all_small && is_compound(tensor);
     });
+    for_each_part(*result,
+                  [&](const at::Tensor& part) { all_small = all_small && is_small(part); });
   }
   bool done = false;
-  if (operation_.on_cpu) {
-    if (all_small && expense_of(operation_, arguments_) <= kExpense) {
+  if (operation_.on_cpu || !compounds_.empty()) {
+    if (all_small && (!compounds_.empty() || expense_of(operation_, arguments_) <= kExpense)) {
       done = is_worth_carrying_out(stack, returns) && carry_out_whole(stack, returns);
     } else if (operation_.lists) {
       done = is_worth_carrying_out(stack, returns);
@@ -184,6 +215,9 @@ bool Call::finish(torch::jit::Stack& stack) {
   }
   if (!done) {
     note_results_not_computed(stack, returns);
+    if (operation_.name == "aten::_coalesce") return coalesce_indices(stack.back().toTensor());
+    if (compounds_.size() > 1 && stack.back().isTensor() && is_compound(stack.back().toTensor()))
+      count_assumed_shape(operation_.name);
     if (operation_.counts_on_device)
       give_bound(operation_, arguments_, &stack[stack.size() - returns], returns);
   }
@@ -204,7 +238,7 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
   try {
     std::vector<c10::IValue> values = [&] {
       const OnCpu on_cpu;
-      return carry_out(handle_, operation_, arguments_, seed_);
+      return carry_out(handle_, operation_, arguments_, seed_, compounds_);
     }();
     if (operation_.counts_on_device) {
       if (state_ != State::known) take_every_element_for_none(operation_, arguments_, values);
@@ -229,18 +263,18 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
         // What a counterpart leaves out is for the operator's own backward, whose counterpart does
         // not read it.
         for_each_tensor(result, [&](const at::Tensor& tensor) {
-          if (tensor.is_cuda() && is_dense(tensor)) {
+          if (is_plain(tensor) && is_dense(tensor)) {
             ranges().set_uniform(span_of(tensor), {state_at(0), {.bytes = {}, .size = 1}});
           }
         });
       }
     }
+    note_arguments_written();
   } catch (const std::exception&) {
     count_failure(operation_.name);
     restore();
     return false;
   }
-  note_arguments_written();
   return true;
 }
 
@@ -252,13 +286,16 @@ void Call::store(const at::Tensor& output, const at::Tensor& value, State state)
     if (output.sizes() == value.sizes()) output.copy_(value);
     return;
   }
-  if (output.sizes() != value.sizes() && state != State::known) return note_not_computed(output);
-  TORCH_CHECK(output.sizes() == value.sizes() && output.scalar_type() == value.scalar_type(),
-              "a result as on the CPU");
+  if (!is_plain(output)) return store_compound(output, value, state);
+  if (output.sizes() != value.sizes() || output.scalar_type() != value.scalar_type()) {
+    if (state == State::known) count_failure(operation_.name);
+    return note_not_computed(output);  // what is for the operator's own backward may differ
+  }
   if (output.numel() == 0) return;
   const at::Tensor alias = alias_on_cpu(output);
   if (state != State::known) make_finite(value);
-  if (output.strides() == value.strides() && is_dense(output)) {
+  if (output.strides() == value.strides() && is_dense(output) &&
+      output.is_conj() == value.is_conj() && output.is_neg() == value.is_neg()) {
     std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
   } else {
     alias.copy_(value);
@@ -274,6 +311,55 @@ void Call::note_arguments_written() {
     if (state != State::known) make_finite(alias_on_cpu(each.tensor));
     note_written(each.tensor, state);
   }
+  for (const auto& [tensor, value] : compounds_) {
+    if (is_written_argument(tensor)) store_compound(tensor, value, state_at(0));
+  }
+}
+
+// Part for part; where the number of elements depends on data, the GPU's kernel could not know it.
+void Call::store_compound(const at::Tensor& output, const at::Tensor& value, State state) const {
+  const auto values = parts_of(value);
+  auto outputs = parts_of(output);
+  TORCH_CHECK(output.layout() == value.layout() && outputs.size() == values.size(),
+              "a result as on the CPU");
+  std::vector<std::vector<std::int64_t>> sizes;
+  bool same = true;
+  for (std::size_t index = 0; index < values.size(); ++index) {
+    sizes.push_back(values[index].sizes().vec());
+    same = same && outputs[index].sizes() == values[index].sizes();
+  }
+  if (!same) outputs = allocate_parts(output, sizes);
+  for (std::size_t index = 0; index < values.size(); ++index) {
+    if (outputs[index].numel() == 0) continue;
+    if (state != State::known) make_finite(values[index]);
+    alias_on_cpu(outputs[index]).copy_(values[index]);
+    note_written(outputs[index], state);
+  }
+  set_coalesced(output, is_coalesced(value));
+}
+
+// How many different indices a sparse tensor has is known where they are, however large its values.
+// Else there are at most as many as before.
+bool Call::coalesce_indices(const at::Tensor& output) {
+  const at::Tensor& input = arguments_[0].toTensor();
+  const auto before = parts_of(input);
+  const bool known =
+      is_small(before[0]) && ranges().materialize(span_of(before[0])) == State::known;
+  if (!known) count_assumed_shape(operation_.name);
+  const OnCpu on_cpu;
+  const at::Tensor indices =
+      known ? parts_of(at::_coalesce(indices_on_cpu(input)))[0] : alias_on_cpu(before[0]);
+  auto of_values = before[1].sizes().vec();
+  of_values[0] = indices.size(1);
+  const auto parts = allocate_parts(output, {indices.sizes().vec(), of_values});
+  set_coalesced(output, true);
+  note_not_computed(parts[0]);
+  if (known) {
+    alias_on_cpu(parts[0]).copy_(indices);
+    note_written(parts[0], State::known);
+  }
+  note_not_computed(parts[1]);
+  return known;
 }
 
 void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
@@ -316,7 +402,7 @@ bool Call::carry_out_uniform(torch::jit::Stack& stack, std::size_t returns) {
 
 void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns) {
   for (const Tensor& each : tensors_) {
-    if (!each.parameter.written) continue;
+    if (!each.parameter.written || each.indices) continue;
     const auto whole = ranges().uniform(span_of(each.tensor));
     if (each.parameter.read && is_small(each.tensor) && (!whole || whole->state == State::known)) {
       ranges().materialize(span_of(each.tensor));  // it keeps its bytes
@@ -328,8 +414,10 @@ void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t
   for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
        ++result) {
     for_each_tensor(*result, [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda() && is_plain(tensor) && !is_written_argument(tensor))
-        note_not_computed(tensor);
+      if (!tensor.is_cuda() || is_written_argument(tensor)) return;
+      // Indices are what the kernel's own operators have made of them.
+      if (const auto parts = parts_of(tensor); !parts.empty() && is_plain(parts.back()))
+        note_not_computed(parts.back());
     });
   }
 }

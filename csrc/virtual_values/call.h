@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "virtual_values/carry_out.h"
 #include "virtual_values/operation.h"
 #include "virtual_values/ranges.h"
 
@@ -19,8 +20,10 @@ class Call {
   Call(const c10::OperatorHandle& handle, const Operation& operation,
        const torch::jit::Stack& stack);
 
-  // Whether the virtual GPU has to do with it, and all of its tensors are plain.
-  [[nodiscard]] bool concerns_us() const { return cuda_ && plain_; }
+  // Whether the virtual GPU has to do with it, and the bytes of all of its tensors are known.
+  [[nodiscard]] bool concerns_us() const {
+    return cuda_ && plain_ && (!operation_.compound || !compounds_.empty());
+  }
 
   // Before the CUDA kernel: finds out what is known, and keeps the bytes of what will be written in
   // place, since the kernel may itself call operators that write there.
@@ -40,6 +43,7 @@ class Call {
     Parameter parameter;
     std::size_t position;  // in a list, else 0
     bool in_list;
+    bool indices;  // of a sparse tensor
     std::vector<std::uint8_t> before;
   };
 
@@ -47,12 +51,15 @@ class Call {
   // What the elements of lists at this position are computed from, or the whole call.
   [[nodiscard]] State state_at(std::size_t position) const;
   void restore();
+  void prepare_compounds();
   [[nodiscard]] bool is_worth_carrying_out(const torch::jit::Stack& stack,
                                            std::size_t returns) const;
   bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
   void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
   bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);
   void store(const at::Tensor& output, const at::Tensor& value, State state) const;
+  void store_compound(const at::Tensor& output, const at::Tensor& value, State state) const;
+  [[nodiscard]] bool coalesce_indices(const at::Tensor& output);
   void note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns);
   [[nodiscard]] bool is_written_argument(const at::Tensor& tensor) const;
   void note_arguments_written();
@@ -61,6 +68,7 @@ class Call {
   const Operation& operation_;
   std::vector<c10::IValue> arguments_;
   std::vector<Tensor> tensors_;
+  Compounds compounds_;  // of the CPU, from prepare() on
   bool cuda_ = false;
   bool plain_ = true;
   bool small_ = true;

@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <string_view>
@@ -48,30 +49,43 @@ class DefaultGenerator {
   at::Tensor before_;
 };
 
-at::Tensor on_cpu(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cuda() ? alias_on_cpu(tensor) : tensor;
-}
+class OnCpuArguments {
+ public:
+  explicit OnCpuArguments(const Compounds& compounds) : compounds_(compounds) {}
 
-c10::IValue on_cpu(const c10::IValue& value) {
-  if (value.isTensor()) return on_cpu(value.toTensor());
-  if (value.isDevice())
-    return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_cpu(tensor));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-      list.push_back(tensor ? std::optional(on_cpu(*tensor)) : std::nullopt);
+  [[nodiscard]] c10::IValue operator()(const c10::IValue& value) const {
+    if (value.isTensor()) return of(value.toTensor());
+    if (value.isDevice())
+      return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of(tensor));
+      return list;
     }
-    return list;
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        list.push_back(tensor ? std::optional(of(*tensor)) : std::nullopt);
+      }
+      return list;
+    }
+    TORCH_CHECK(!value.isStorage() && !value.isStream() && !value.isCustomClass(),
+                "an argument has no counterpart on the CPU");
+    return value;
   }
-  TORCH_CHECK(!value.isStorage() && !value.isStream() && !value.isCustomClass(),
-              "an argument has no counterpart on the CPU");
-  return value;
-}
+
+ private:
+  [[nodiscard]] at::Tensor of(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    if (is_plain(tensor)) return alias_on_cpu(tensor);
+    const auto found = std::find_if(compounds_.begin(), compounds_.end(),
+                                    [&](const auto& each) { return each.first.is_same(tensor); });
+    TORCH_CHECK(found != compounds_.end(), "an argument has no counterpart on the CPU");
+    return found->second;
+  }
+
+  const Compounds& compounds_;
+};
 
 }  // namespace
 
@@ -93,15 +107,27 @@ class OneThread {
 
 struct OnCpu::State {
   OneThread one_thread;
-  c10::impl::ForceDispatchKeyGuard keys{
-      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-      c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  c10::impl::ForceDispatchKeyGuard keys{c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+                                        c10::default_excluded_set |
+                                            c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                            c10::DispatchKeySet(c10::DispatchKey::Python)};
   at::RecordFunctionGuard no_records{false};
   c10::WarningUtils::WarningHandlerGuard warnings{&no_warnings};
 };
 
 OnCpu::OnCpu() : state_(new State) {}
 OnCpu::~OnCpu() { delete state_; }
+
+namespace {
+thread_local std::uint64_t new_draws = 0;
+thread_local bool draws_anew = false;
+}  // namespace
+
+NewDraw::NewDraw() {
+  ++new_draws;
+  draws_anew = true;
+}
+NewDraw::~NewDraw() { draws_anew = false; }
 
 std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IValue>& arguments) {
   at::Generator generator;
@@ -126,11 +152,14 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
   } catch (const c10::Error&) {
     // Not known while a CUDA graph is captured: its draws are the same in each.
   }
+  if (draws_anew) offset += new_draws << 32;
   return generator.current_seed() * 0x9E3779B97F4A7C15ULL + offset;
 }
 
 std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
-                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed) {
+                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed,
+                                   const Compounds& compounds) {
+  const OnCpuArguments on_cpu(compounds);
   std::vector<c10::IValue> stack;
   stack.reserve(arguments.size());
   for (const c10::IValue& argument : arguments) stack.push_back(on_cpu(argument));
@@ -141,7 +170,11 @@ std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Oper
     default_generator.emplace(seed);
   }
   if (operation.counterpart != nullptr) return operation.counterpart(stack);
-  handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  if (compounds.empty()) {
+    handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  } else {
+    handle.callBoxed(&stack);
+  }
   return stack;
 }
 

@@ -42,7 +42,7 @@ State to_host(at::Tensor& host, const at::Tensor& device, State state) {
   }
   const OnCpu on_cpu;
   const auto whole = ranges().uniform(span_of(device));
-  if (whole && whole->state == State::known) {
+  if (whole && whole->state == State::known && !device.is_conj() && !device.is_neg()) {
     at::Tensor element = at::empty({}, device.options().device(at::kCPU));
     auto* const bytes = static_cast<std::uint8_t*>(element.data_ptr());
     for (std::size_t index = 0; index < device.itemsize(); ++index) {
@@ -70,12 +70,20 @@ bool is_copy_between_host_and_device(const torch::jit::Stack& stack) {
 
 State copy_between_host_and_device(const c10::OperatorHandle& handle, c10::DispatchKeySet below,
                                    torch::jit::Stack& stack) {
+  const torch::jit::Stack arguments(stack.end() - kArguments, stack.end());
+  const at::Tensor& source = arguments[1].toTensor();
+  if (source.is_cuda() && is_small(source)) ranges().materialize(span_of(source));
+  handle.redispatchBoxed(below, &stack);
+  return copy_values_between_host_and_device(arguments);
+}
+
+State copy_values_between_host_and_device(const torch::jit::Stack& stack) {
   at::Tensor self = stack[stack.size() - kArguments].toTensor();
   const at::Tensor source = stack[stack.size() - kArguments + 1].toTensor();
-  State state = State::known;
-  if (source.is_cuda() && is_small(source)) state = ranges().materialize(span_of(source));
-  handle.redispatchBoxed(below, &stack);
-  if (source.is_cuda()) return to_host(self, source, state);
+  if (source.is_cuda()) {
+    const State state = is_small(source) ? ranges().materialize(span_of(source)) : State::assumed;
+    return to_host(self, source, state);
+  }
   if (is_small(self)) {
     const OnCpu on_cpu;
     alias_on_cpu(self).copy_(source);

@@ -13,6 +13,9 @@ namespace opacus_memprof::virtual_values {
 // CPU on the other.
 bool is_copy_between_host_and_device(const torch::jit::Stack& stack);
 
+// Copies the values alone.
+State copy_values_between_host_and_device(const torch::jit::Stack& stack);
+
 // Calls the CUDA kernel and makes the copy true: what was not computed arrives as zeros. Answers
 // what the host knows of what it read; `known` for copies to the device.
 State copy_between_host_and_device(const c10::OperatorHandle& handle, c10::DispatchKeySet below,

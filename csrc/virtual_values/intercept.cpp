@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "virtual_values/carry_out.h"
 #include "virtual_values/copy.h"
 #include "virtual_values/counts.h"
+#include "virtual_values/graphs.h"
 #include "virtual_values/operation.h"
 #include "virtual_values/tensors.h"
 
@@ -32,7 +34,9 @@ constexpr std::size_t kCounters = 4096;
 
 void on_allocator_event(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::ALLOC) return;
-  ranges().reset({entry.addr_, entry.addr_ + entry.size_});
+  const Span span{entry.addr_, entry.addr_ + entry.size_};
+  ranges().reset(span);
+  capture_allocation(entry.stream_, span);
   if (entry.size_ <= kCounters) {
     std::memset(reinterpret_cast<void*>(entry.addr_), 0,
                 entry.size_);  // NOLINT(performance-no-int-to-ptr)
@@ -59,6 +63,8 @@ thread_local const Operation* outermost = nullptr;
 // What the operators in it have read that was not computed. It does not matter if the outermost one
 // is then carried out: its CUDA kernel may read what it has itself written past the dispatcher.
 thread_local std::uint64_t read_within = 0;
+// It goes into a CUDA graph, and what it calls is a part of it.
+thread_local bool captured = false;
 
 class Within {
  public:
@@ -70,7 +76,9 @@ class Within {
   Within(const Within&) = delete;
   Within& operator=(const Within&) = delete;
   ~Within() {
-    if (first_) outermost = nullptr;
+    if (!first_) return;
+    outermost = nullptr;
+    captured = false;
   }
   [[nodiscard]] bool first() const { return first_; }
 
@@ -174,7 +182,26 @@ void pass_collective(const c10::OperatorHandle& handle, const Operation& operati
 
 void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::DispatchKeySet below,
           torch::jit::Stack* stack) {
+  std::optional<Call> call;
+  if (operation.kind == Kind::item || operation.kind == Kind::equal ||
+      operation.kind == Kind::compute) {
+    call.emplace(handle, operation, *stack);
+    if (!call->concerns_us()) return handle.redispatchBoxed(below, stack);
+  }
   const Within within(operation);
+  if (within.first() && is_capturing()) {
+    const std::vector<c10::IValue> arguments(
+        stack->end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack->end());
+    captured = is_captured(arguments);
+    if (captured) {
+      handle.redispatchBoxed(below, stack);
+      const auto returns = static_cast<std::ptrdiff_t>(handle.schema().returns().size());
+      if (operation.kind != Kind::fresh)
+        capture_call(handle, operation, arguments, {stack->end() - returns, stack->end()});
+      return;
+    }
+  }
+  if (captured) return handle.redispatchBoxed(below, stack);
   if (operation.kind == Kind::fresh) {
     handle.redispatchBoxed(below, stack);
     return after_fresh(stack->back());
@@ -194,14 +221,14 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
     return follow_allocator();
   }
   if (in_collective) note_written_by_nccl(operation, *stack);
-  Call call(handle, operation, *stack);
-  if (!call.concerns_us()) return handle.redispatchBoxed(below, stack);
-  call.prepare();
-  if (operation.kind == Kind::item) call.read_inputs();  // the CUDA kernel copies it to the host
+  if (!call) call.emplace(handle, operation, *stack);
+  if (!call->concerns_us()) return handle.redispatchBoxed(below, stack);
+  call->prepare();
+  if (operation.kind == Kind::item) call->read_inputs();  // the CUDA kernel copies it to the host
   handle.redispatchBoxed(below, stack);
   follow_allocator();
   const bool known =
-      operation.kind == Kind::item ? call.state() == State::known : call.finish(*stack);
+      operation.kind == Kind::item ? call->state() == State::known : call->finish(*stack);
   if (!known && (operation.kind == Kind::item || operation.kind == Kind::equal)) ++read_within;
   if (!known && read_within > 0 && within.first()) count_read(operation);
 }

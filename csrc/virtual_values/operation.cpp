@@ -24,10 +24,26 @@ constexpr std::array<std::string_view, 2> kWhole{"aten::convolution", "aten::con
 
 // They change what a tensor is, not its values; or they check values where a real GPU would only
 // later.
-constexpr std::array<std::string_view, 9> kNoValues{
-    "aten::set_",          "aten::resize_",     "aten::resize_as_",
-    "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
-    "aten::_assert_async", "aten::is_set_to",   "aten::_lazy_clone"};
+constexpr std::array<std::string_view, 15> kNoValues{
+    "aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_",
+    "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::_assert_async",
+    "aten::is_set_to", "aten::_lazy_clone",
+    // Their results share the memory of their arguments.
+    "aten::_sparse_coo_tensor_with_dims_and_tensors", "aten::_sparse_coo_tensor_with_dims",
+    "aten::_sparse_compressed_tensor_with_dims", "aten::_coalesced_", "aten::sparse_resize_"};
+
+constexpr std::array<c10::DispatchKey, 4> kCompound{
+    c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA,
+    c10::DispatchKey::NestedTensorCUDA, c10::DispatchKey::QuantizedCUDA};
+
+bool has_kernel(const c10::OperatorHandle& handle) {
+  return handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+}
+
+bool has_compound_kernel(const c10::OperatorHandle& handle) {
+  return std::any_of(kCompound.begin(), kCompound.end(),
+                     [&](auto key) { return handle.hasKernelForDispatchKey(key); });
+}
 
 constexpr std::array<std::string_view, 2> kFresh{"aten::empty", "aten::empty_strided"};
 
@@ -87,8 +103,9 @@ Kind kind_of(const c10::OperatorHandle& handle) {
   if (contains(kNoValues, name)) return Kind::pass;
   if (contains(kFresh, name)) return Kind::fresh;
   if (name == "aten::lift_fresh") return Kind::from_host;
-  if (!handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !contains(kWhole, name)) {
-    return name == "aten::copy_" ? Kind::copy : Kind::pass;
+  if (name == "aten::copy_") return Kind::copy;
+  if (!has_kernel(handle) && !has_compound_kernel(handle) && !contains(kWhole, name)) {
+    return Kind::pass;
   }
   if (gives_views(handle.schema())) return Kind::pass;
   if (name == "aten::_local_scalar_dense") return Kind::item;
@@ -123,6 +140,8 @@ Operation describe(const c10::OperatorHandle& handle) {
   operation.random = handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
   if (handle.operator_name().overload_name.empty())
     operation.counterpart = counterpart_of(operation.name);
+  operation.compound =
+      !has_kernel(handle) && !contains(kWhole, operation.name) && operation.kind == Kind::compute;
   operation.on_cpu = operation.counterpart != nullptr ||
                      handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
   operation.pointwise = pointwise_names().contains(without_underscore(operation.name));

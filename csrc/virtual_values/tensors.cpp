@@ -3,6 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -73,14 +74,19 @@ Ranges& ranges() {
   return instance;
 }
 
-bool is_plain(const at::Tensor& tensor) {
+bool is_wrapper(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrapped{
-      c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-      c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
-      c10::DispatchKey::ZeroTensor};
+      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor};
+  // A subclass whose own code is running has switched the key off, and uses its memory.
+  return tensor.key_set().has_any(kWrapped) ||
+         (tensor.key_set().has(c10::DispatchKey::Python) &&
+          !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python));
+}
+
+bool is_plain(const at::Tensor& tensor) {
   return tensor.is_cuda() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         !tensor.is_quantized() && !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() &&
-         !tensor.key_set().has_any(kWrapped);
+         !tensor.is_quantized() && !tensor.is_nested() && !is_wrapper(tensor);
 }
 
 Span span_of(const at::Tensor& tensor) {
@@ -110,16 +116,24 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_on_cpu(const at::Tensor& tensor) {
+  return alias_on(tensor, c10::Device(c10::DeviceType::CPU));
+}
+
+at::Tensor alias_on(const at::Tensor& tensor, c10::Device device) {
   const Span span = span_of(tensor);
   auto* const begin = reinterpret_cast<void*>(span.begin);  // NOLINT(performance-no-int-to-ptr)
-  c10::Storage storage(c10::Storage::use_byte_size_t(), span.size(),
-                       c10::DataPtr(begin, c10::Device(c10::DeviceType::CPU)), nullptr, false);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), span.size(), c10::DataPtr(begin, device),
+                       nullptr, false);
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+      std::move(storage),
+      c10::DispatchKeySet(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
+      tensor.dtype());
   alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
     alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
   return alias;
 }
 

@@ -18,6 +18,9 @@ std::size_t small_bytes();
 
 Ranges& ranges();
 
+// Wraps other tensors, and calls operators on these.
+bool is_wrapper(const at::Tensor& tensor);
+
 // A tensor of the virtual GPU whose bytes are its elements.
 bool is_plain(const at::Tensor& tensor);
 
@@ -30,6 +33,9 @@ bool is_dense(const at::Tensor& tensor);
 // The CPU tensor over the bytes of a plain one. Shares no storage with it, so it must not outlive
 // it.
 at::Tensor alias_on_cpu(const at::Tensor& tensor);
+
+// The same on any device.
+at::Tensor alias_on(const at::Tensor& tensor, c10::Device device);
 
 // Notes that the elements have been written. Elements that are not next to each other are noted
 // each, if they are few.

@@ -27,7 +27,8 @@ at::Tensor one_element(const at::Tensor& like) {
 std::optional<Element> element_of(const at::Tensor& tensor, bool read) {
   if (tensor.is_cpu())
     return tensor.numel() == 1 ? std::optional(Element{tensor, State::known}) : std::nullopt;
-  if (!is_plain(tensor) || span_of(tensor).size() == 0) return std::nullopt;
+  if (!is_plain(tensor) || tensor.is_conj() || tensor.is_neg() || span_of(tensor).size() == 0)
+    return std::nullopt;
   Element element{one_element(tensor), State::known};
   auto* const bytes = static_cast<std::uint8_t*>(element.tensor.data_ptr());
   const Span span = span_of(tensor);

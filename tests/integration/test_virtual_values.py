@@ -78,6 +78,38 @@ def test_fused_attention_and_its_gradients_are_those_of_the_cpu() -> None:
             assert_close(each, expected)
 
 
+def test_sparse_nested_and_quantized_tensors_and_subclasses_are_computed() -> None:
+    found = run("compounds")["compounds"]
+    assert found["cpu"][1][0][0] == 3  # three different indices
+    assert_close_lists(found["cuda"], found["cpu"])
+    assert found["reads"] == []
+
+
+def test_the_rows_of_a_sparse_gradient_are_counted_however_large_it_is() -> None:
+    found = run("sparse_gradients")["sparse_gradients"]
+    assert found["rows"] == 2500
+    assert found["indices"] == 2499
+    values, indices = 2500 * 1024 * 4, 2500 * 8
+    assert values + indices <= found["taken"] <= values + indices + 2**20
+    assert found["reads"] == found["shapes"] == []
+
+
+def test_replays_of_a_cuda_graph_compute_what_was_captured() -> None:
+    found = run("graphs")["graphs"]
+    assert found["captured"] == 0
+    assert found["replays"] == 7
+    for step, (made, product) in enumerate(found["results"]):
+        expected = max(2 * (step - 1) + step + 1, 0)
+        assert made == [expected] * 4
+        assert product == [[2 * expected] * 2] * 2
+    assert len({tuple(draw) for draw in found["draws"]}) == 3
+    assert found["known"] == []
+    difference, gradient = found["graphed"]
+    assert difference < 1e-5
+    assert gradient == [[4, 6, 8, 10]] * 3
+    assert found["reads"] == ["aten::item"]
+
+
 def test_higher_order_operators_work_without_a_compiler() -> None:
     # Dynamo's C++ objects need Python's end, which a forked process leaves out.
     found = run("higher_order", "dtensor", python=(sys.executable,))

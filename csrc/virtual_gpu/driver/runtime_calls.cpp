@@ -35,8 +35,8 @@ CUresult copy(void* to, const void* from, std::size_t size, CUstream stream) {
 // Values of `width` bytes.
 CUresult fill(CUdeviceptr to, unsigned value, std::size_t width, std::size_t count,
               CUstream stream) {
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  virtual_gpu::fill_pattern(pointer(to), &value, width, count);
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
+                           [=] { virtual_gpu::fill_pattern(pointer(to), &value, width, count); });
   return CUDA_SUCCESS;
 }
 
@@ -137,6 +137,38 @@ CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, std::size_t size
 CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, std::size_t size,
                                    CUstream stream) {
   return copy(pointer(to), pointer(from), size, stream);
+}
+
+CUresult CUDAAPI cuMemcpyPeer(CUdeviceptr to, CUcontext /*to_context*/, CUdeviceptr from,
+                              CUcontext /*from_context*/, std::size_t size) {
+  return copy(pointer(to), pointer(from), size, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyPeerAsync(CUdeviceptr to, CUcontext /*to_context*/, CUdeviceptr from,
+                                   CUcontext /*from_context*/, std::size_t size, CUstream stream) {
+  return copy(pointer(to), pointer(from), size, stream);
+}
+
+CUresult CUDAAPI cuMemcpy2DAsync(const CUDA_MEMCPY2D* copy, CUstream stream) {
+  if (copy->srcMemoryType == CU_MEMORYTYPE_ARRAY || copy->dstMemoryType == CU_MEMORYTYPE_ARRAY) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+  }
+  const auto* const from = copy->srcMemoryType == CU_MEMORYTYPE_HOST
+                               ? static_cast<const char*>(copy->srcHost)
+                               : static_cast<const char*>(pointer(copy->srcDevice));
+  auto* const to = copy->dstMemoryType == CU_MEMORYTYPE_HOST
+                       ? static_cast<char*>(copy->dstHost)
+                       : static_cast<char*>(pointer(copy->dstDevice));
+  return result(
+      cudaMemcpy2DAsync(to + copy->dstY * copy->dstPitch + copy->dstXInBytes, copy->dstPitch,
+                        from + copy->srcY * copy->srcPitch + copy->srcXInBytes, copy->srcPitch,
+                        copy->WidthInBytes, copy->Height, cudaMemcpyDefault, stream));
+}
+
+CUresult CUDAAPI cuMemcpy2D(const CUDA_MEMCPY2D* copy) { return cuMemcpy2DAsync(copy, nullptr); }
+
+CUresult CUDAAPI cuMemcpy2DUnaligned(const CUDA_MEMCPY2D* copy) {
+  return cuMemcpy2DAsync(copy, nullptr);
 }
 
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, std::size_t size,
@@ -265,6 +297,14 @@ CUresult CUDAAPI cuGraphCreate(CUgraph* graph, unsigned flags) {
 CUresult CUDAAPI cuGraphInstantiate(CUgraphExec* executable, CUgraph graph,
                                     unsigned long long flags) {
   return result(cudaGraphInstantiateWithFlags(executable, graph, flags));
+}
+
+CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+  return result(cudaGraphLaunch(executable, stream));
+}
+
+CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec executable) {
+  return result(cudaGraphExecDestroy(executable));
 }
 
 CUresult CUDAAPI cuGraphDestroy(CUgraph graph) { return result(cudaGraphDestroy(graph)); }

@@ -43,6 +43,20 @@ void copy(void* to, const void* from, std::size_t size) {
   }
 }
 
+void copy_rows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+               std::size_t width, std::size_t height) {
+  const bool kept = width * height <= kSmall || !on_device(to);
+  for (std::size_t row = 0; row < height && kept; ++row) {
+    char* const target = static_cast<char*>(to) + row * to_pitch;
+    const char* const source = static_cast<const char*>(from) + row * from_pitch;
+    if (width * height > kSmall && on_device(from)) {
+      std::memset(target, 0, width);
+    } else {
+      std::memmove(target, source, width);
+    }
+  }
+}
+
 void fill(void* to, int value, std::size_t size) {
   if (size <= kSmall || !on_device(to)) {
     std::memset(to, value, size);

@@ -34,6 +34,9 @@ void make_handle(T* handle) {
 // Copies as the device would, where `size` is at most kSmall; a larger copy to the host reads as
 // zero, and of a larger one to the device nothing is kept. Copies within the host are always made.
 void copy(void* to, const void* from, std::size_t size);
+// Rows of `width` bytes, whose beginnings are a pitch apart.
+void copy_rows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+               std::size_t width, std::size_t height);
 void fill(void* to, int value, std::size_t size);
 // `count` times the `width` bytes at `value`; more than kSmall on a device is not kept.
 void fill_pattern(void* to, const void* value, std::size_t width, std::size_t count);

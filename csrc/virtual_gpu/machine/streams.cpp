@@ -98,10 +98,11 @@ bool Streams::begin_capture(Handle stream, CaptureMode mode, Handle graph) {
   if (graph == 0) {
     graph = next_handle();
   }
-  graphs_.try_emplace(graph, 0);
+  graphs_.try_emplace(graph);
   const std::uint64_t id = ++captures_begun_;
   captures_[id] = {id, graph, stream, mode, std::this_thread::get_id(), false};
   found->second.capture = id;
+  ++capturing_;
   return true;
 }
 
@@ -116,6 +117,7 @@ CaptureEnd Streams::end_capture(Handle stream, Handle* graph) {
   }
   const Capture ended = capture->second;
   captures_.erase(capture);
+  --capturing_;
   const Progress waited_for = origin->second.progress;
   bool joined = true;
   for (auto& [handle, other] : streams_) {
@@ -169,37 +171,91 @@ bool Streams::forbid_waiting_for_all() {
   return any;
 }
 
-void Streams::launch(Handle stream) {
-  const std::lock_guard lock(mutex_);
-  if (captures_.empty()) {
-    return;
-  }
+Streams::Graph* Streams::graph_of(Handle stream) {
   const auto found = streams_.find(stream);
   if (found == streams_.end()) {
-    return;
+    return nullptr;
   }
-  if (const auto capture = captures_.find(found->second.capture); capture != captures_.end()) {
-    ++graphs_[capture->second.graph];
-    ++found->second.progress[stream];
+  const auto capture = captures_.find(found->second.capture);
+  return capture == captures_.end() ? nullptr : &graphs_[capture->second.graph];
+}
+
+void Streams::launch(Handle stream, Work work) {
+  if (capturing()) {
+    const std::lock_guard lock(mutex_);
+    if (Graph* const graph = graph_of(stream)) {
+      ++graph->nodes;
+      ++streams_[stream].progress[stream];
+      if (work) {
+        graph->work.push_back(std::move(work));
+      }
+      return;
+    }
   }
+  if (work) {
+    work();
+  }
+}
+
+bool Streams::add_work(Handle stream, Work work) {
+  const std::lock_guard lock(mutex_);
+  Graph* const graph = graph_of(stream);
+  if (graph != nullptr) {
+    graph->nodes = std::max(graph->nodes, std::size_t{1});
+    graph->work.push_back(std::move(work));
+  }
+  return graph != nullptr;
 }
 
 std::size_t Streams::nodes(Handle graph) const {
   const std::lock_guard lock(mutex_);
   const auto found = graphs_.find(graph);
-  return found == graphs_.end() ? 0 : found->second;
+  return found == graphs_.end() ? 0 : found->second.nodes;
 }
 
 Handle Streams::create_graph() {
   const std::lock_guard lock(mutex_);
   const Handle graph = next_handle();
-  graphs_[graph] = 0;
+  graphs_[graph] = {};
   return graph;
 }
 
 void Streams::destroy_graph(Handle graph) {
   const std::lock_guard lock(mutex_);
   graphs_.erase(graph);
+}
+
+Handle Streams::instantiate(Handle graph) {
+  const std::lock_guard lock(mutex_);
+  const Handle executable = next_handle();
+  executables_[executable] = std::make_shared<const Graph>(graphs_[graph]);
+  return executable;
+}
+
+void Streams::destroy_executable(Handle executable) {
+  std::shared_ptr<const Graph> last;  // what it holds is freed without the lock
+  const std::lock_guard lock(mutex_);
+  if (const auto found = executables_.find(executable); found != executables_.end()) {
+    last = std::move(found->second);
+    executables_.erase(found);
+  }
+}
+
+void Streams::replay(Handle executable, Handle stream) {
+  std::shared_ptr<const Graph> graph;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = executables_.find(executable);
+    if (found == executables_.end()) {
+      return;
+    }
+    graph = found->second;
+  }
+  launch(stream, [graph] {
+    for (const Work& work : graph->work) {
+      work();
+    }
+  });
 }
 
 }  // namespace opacus_memprof::virtual_gpu

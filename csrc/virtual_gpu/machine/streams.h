@@ -3,13 +3,17 @@
 // at once.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 namespace opacus_memprof::virtual_gpu {
 
@@ -61,11 +65,25 @@ class Streams {
   // The same for everything that runs on the devices.
   bool forbid_waiting_for_all();
 
-  // A kernel, copy or fill in this stream: a node of the graph where it is captured.
-  void launch(Handle stream);
+  // What a copy or a fill does; a kernel does nothing.
+  using Work = std::function<void()>;
+
+  // A kernel, copy or fill in this stream. Its work is done now or, where the stream is captured,
+  // with each replay of the graph, of which it is a node.
+  void launch(Handle stream, Work work = {});
+  // Adds work to the last node of the graph that is being captured, or to one for it; false where
+  // none is.
+  bool add_work(Handle stream, Work work);
+  // Whether any stream is being captured.
+  [[nodiscard]] bool capturing() const noexcept { return capturing_.load() > 0; }
   [[nodiscard]] std::size_t nodes(Handle graph) const;
   Handle create_graph();
   void destroy_graph(Handle graph);
+  // A graph as it is now, for replays. It outlives the graph.
+  Handle instantiate(Handle graph);
+  void destroy_executable(Handle executable);
+  // Does the work of all nodes in order, or adds it to the graph that the stream is captured into.
+  void replay(Handle executable, Handle stream);
 
  private:
   // How many launches of each stream into a graph are known to be over.
@@ -77,6 +95,10 @@ class Streams {
     std::uint64_t capture = 0;
     Progress progress;  // of the capture, its own launches among them
   };
+  struct Graph {
+    std::size_t nodes = 0;
+    std::vector<Work> work;
+  };
   struct Event {
     std::uint64_t time = 0;  // 0 where it was never recorded
     std::uint64_t capture = 0;
@@ -84,6 +106,8 @@ class Streams {
   };
 
   Handle next_handle() { return next_ += 16; }
+  // Of the stream's capture; nullptr where it is not captured.
+  Graph* graph_of(Handle stream);
 
   mutable std::mutex mutex_;
   Handle next_ = 0x10000;
@@ -92,7 +116,9 @@ class Streams {
   std::unordered_map<Handle, Stream> streams_;
   std::unordered_map<Handle, Event> events_;
   std::unordered_map<std::uint64_t, Capture> captures_;
-  std::unordered_map<Handle, std::size_t> graphs_;  // to the number of nodes
+  std::unordered_map<Handle, Graph> graphs_;
+  std::unordered_map<Handle, std::shared_ptr<const Graph>> executables_;
+  std::atomic<std::size_t> capturing_ = 0;
 };
 
 }  // namespace opacus_memprof::virtual_gpu

@@ -244,8 +244,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t size, cudaMemcpyK
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMemcpyKind /*kind*/,
                             cudaStream_t stream) {
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  virtual_gpu::copy(to, from, size);
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
+                           [=] { virtual_gpu::copy(to, from, size); });
   return cudaSuccess;
 }
 
@@ -257,12 +257,54 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, i
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
                               std::size_t from_pitch, std::size_t width, std::size_t height,
                               cudaMemcpyKind /*kind*/, cudaStream_t stream) {
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  for (std::size_t row = 0; row < height && width * height <= virtual_gpu::kSmall; ++row) {
-    virtual_gpu::copy(static_cast<char*>(to) + row * to_pitch,
-                      static_cast<const char*>(from) + row * from_pitch, width);
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
+    virtual_gpu::copy_rows(to, to_pitch, from, from_pitch, width, height);
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         std::size_t width, std::size_t height, cudaMemcpyKind kind) {
+  return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
+}
+
+// Of memory; arrays do not exist here.
+cudaError_t cudaMemcpy3DAsync(const cudaMemcpy3DParms* copy, cudaStream_t stream) {
+  if (copy->srcArray != nullptr || copy->dstArray != nullptr) {
+    return fail(cudaErrorNotSupported);
+  }
+  const auto at = [](const cudaPitchedPtr& memory, const cudaPos& position, std::size_t layer) {
+    return static_cast<char*>(memory.ptr) +
+           ((position.z + layer) * memory.ysize + position.y) * memory.pitch + position.x;
+  };
+  for (std::size_t layer = 0; layer < copy->extent.depth; ++layer) {
+    cudaMemcpy2DAsync(at(copy->dstPtr, copy->dstPos, layer), copy->dstPtr.pitch,
+                      at(copy->srcPtr, copy->srcPos, layer), copy->srcPtr.pitch, copy->extent.width,
+                      copy->extent.height, copy->kind, stream);
   }
   return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy3D(const cudaMemcpy3DParms* copy) { return cudaMemcpy3DAsync(copy, nullptr); }
+
+cudaError_t cudaMemcpyPeer(void* to, int to_device, const void* from, int from_device,
+                           std::size_t size) {
+  return cudaMemcpyPeerAsync(to, to_device, from, from_device, size, nullptr);
+}
+
+cudaError_t cudaMemset2DAsync(void* to, std::size_t pitch, int value, std::size_t width,
+                              std::size_t height, cudaStream_t stream) {
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
+    for (std::size_t row = 0; row < height && width * height <= virtual_gpu::kSmall; ++row) {
+      virtual_gpu::fill(static_cast<char*>(to) + row * pitch, value, width);
+    }
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemset2D(void* to, std::size_t pitch, int value, std::size_t width,
+                         std::size_t height) {
+  return cudaMemset2DAsync(to, pitch, value, width, height, nullptr);
 }
 
 cudaError_t cudaMemset(void* to, int value, std::size_t size) {
@@ -271,8 +313,8 @@ cudaError_t cudaMemset(void* to, int value, std::size_t size) {
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t size, cudaStream_t stream) {
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  virtual_gpu::fill(to, value, size);
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
+                           [=] { virtual_gpu::fill(to, value, size); });
   return cudaSuccess;
 }
 

@@ -103,11 +103,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  if (machine().streams.capture(handle(stream))) {
-    machine().streams.launch(handle(stream));  // it would run with each replay, and never here
-  } else {
-    function(data);
-  }
+  machine().streams.launch(handle(stream), [=] { function(data); });
   return cudaSuccess;
 }
 
@@ -236,9 +232,19 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, std::si
   return cudaSuccess;
 }
 
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t /*graph*/,
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
                                           unsigned long long /*flags*/) {
-  virtual_gpu::make_handle(executable);
+  *executable = object<cudaGraphExec_t>(machine().streams.instantiate(handle(graph)));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  machine().streams.replay(handle(executable), handle(stream));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  machine().streams.destroy_executable(handle(executable));
   return cudaSuccess;
 }
 

@@ -129,6 +129,152 @@ def attention(device: str) -> list[Any]:
     return found
 
 
+class Counting(Tensor):
+    """A subclass that has memory of its own, and whose code calls operators on it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return operator(*arguments, **(keywords or {}))
+
+
+def parts(tensor: Tensor) -> list[Any]:
+    """What a sparse, nested or quantized tensor consists of."""
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._nnz(), tensor.is_coalesced(), tensor._indices(), tensor._values()]
+    if tensor.layout == torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.resolve_conj().resolve_neg()]
+
+
+def compounds(device: str) -> list[Any]:
+    """Tensors that are not one piece of memory, and views that change what bytes mean."""
+    from torch.masked import masked_tensor
+
+    dense = torch.arange(9.0).view(3, 3).to(device)
+    indices = torch.tensor([[0, 1, 1, 2, 0], [2, 0, 0, 2, 2]], device=device)
+    twice = torch.sparse_coo_tensor(indices, torch.arange(3.0, 8, device=device), (3, 3))
+    once = twice.coalesce()
+    rows = once.to_sparse_csr()
+    ragged = torch.nested.nested_tensor([torch.arange(6.0).view(2, 3), torch.ones(3, 3)], device=device)
+    steps = torch.quantize_per_tensor(dense - 4, 0.1, 10, torch.qint8)
+    channels = torch.quantize_per_channel(dense, dense[1] / 10, dense[0].long(), 0, torch.qint8)
+    complex_ = torch.tensor([[1 + 2j, 3 - 1j], [2j, 1.0]], device=device)
+    counted = Tensor._make_subclass(Counting, dense.clone())
+    counted.add_(1)
+    with torch._C._DisableTorchDispatch():
+        own = counted.sum().item()
+    torch.manual_seed(0)
+    embedding = nn.Embedding(10, 4, sparse=True).to(device)
+    optimizer = torch.optim.SparseAdam(list(embedding.parameters()), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        embedding(torch.tensor([1, 2, 1, 5], device=device)).square().sum().backward()
+        optimizer.step()
+    assert embedding.weight.grad is not None
+    tensors = [
+        once,
+        (twice + twice).coalesce(),
+        (twice * twice).coalesce(),
+        twice.to_dense(),
+        dense + twice,
+        torch.sparse.mm(twice, dense),
+        torch.sparse.mm(twice, twice).coalesce(),
+        torch.sparse.softmax(once, 1),
+        once.t().coalesce(),
+        once.index_select(0, torch.tensor([0, 2], device=device)),
+        dense.sparse_mask(once),
+        twice.coalesce().mul_(3),
+        torch.cat([twice, once]).coalesce(),
+        rows,
+        rows + rows,
+        rows * 2,
+        rows.sin(),
+        rows @ dense,
+        (rows @ rows).to_dense(),
+        torch.sparse.sampled_addmm(rows, dense, dense),
+        dense.to_sparse_csr(),
+        ragged * 2,
+        functional.linear(ragged, dense),
+        ragged.softmax(-1),
+        ragged.to_padded_tensor(0.0),
+        torch.nested.nested_tensor([dense[0], dense[1, :2]], device=device, layout=torch.jagged) + 1,
+        steps.relu(),
+        channels,
+        masked_tensor(dense, dense > 3).mean().get_data(),
+        torch.view_as_real(complex_.conj() @ complex_),
+        complex_.conj().imag + 1,
+        embedding.weight.detach(),
+        embedding.weight.grad.coalesce(),
+    ]
+    return [own, [plain(parts(tensor)) for tensor in tensors]]
+
+
+def sparse_gradients() -> dict[str, Any]:
+    """An embedding whose gradient is too large to be computed: how many of its rows are there is known all the same."""
+    embedding = nn.Embedding(4000, 1024, sparse=True, device="cuda")
+    tokens = torch.arange(6000, device="cuda") % 2500
+    embedding(tokens).sum().backward()
+    assert embedding.weight.grad is not None
+    before = torch.cuda.memory_allocated()
+    coalesced = embedding.weight.grad.coalesce()
+    taken = torch.cuda.memory_allocated() - before
+    return {
+        "rows": coalesced._nnz(),
+        "taken": taken,
+        "indices": coalesced.indices().flatten()[-1].item(),
+        "reads": [use.operation for use in values.unknown_reads()],
+        "shapes": [use.operation for use in values.assumed_shapes()],
+    }
+
+
+def graphs() -> dict[str, Any]:
+    """CUDA graphs: a capture computes nothing, and each replay all of it again."""
+    counter = torch.zeros(1, device="cuda")
+    given = torch.zeros(4, device="cuda")
+    large = torch.ones(1500, 1500, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter += 1
+        made = (given * 2 + counter).relu()
+        product = made.view(2, 2) @ torch.ones(2, 2, device="cuda")
+        drawn = torch.randn(3, device="cuda")
+        unknown = (large @ large).sum()
+    captured = counter.item()
+    draws, results = [], []
+    for step in range(3):
+        given.fill_(step - 1.0)
+        graph.replay()
+        draws.append(drawn.tolist())
+        results.append([made.tolist(), product.tolist()])
+    replays = 0
+    while counter.item() < 10:
+        graph.replay()
+        replays += 1
+    known = [use.operation for use in values.unknown_reads()]
+    model = nn.Linear(4, 3).cuda()
+    graphed = torch.cuda.make_graphed_callables(model, (torch.randn(2, 4, device="cuda"),))
+    inputs = torch.arange(8.0).view(2, 4).cuda()
+    outputs = graphed(inputs)
+    expected = functional.linear(inputs.cpu(), model.weight.cpu(), model.bias.cpu())
+    outputs.sum().backward()
+    difference = (outputs.cpu() - expected).abs().max().item()
+    unknown.item()
+    return {
+        "captured": captured,
+        "results": results,
+        "draws": draws,
+        "replays": replays,
+        "known": known,
+        "graphed": [difference, plain(model.weight.grad)],
+        "reads": [use.operation for use in values.unknown_reads()],
+    }
+
+
 def higher_order(device: str) -> list[Any]:
     """Operators that Python implements for each dispatch key."""
     from torch._higher_order_ops.scan import scan
@@ -341,6 +487,9 @@ FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "operations": lambda: run_on_both(operations),
     "results": lambda: run_on_both(results),
     "attention": lambda: run_on_both(attention),
+    "compounds": lambda: run_on_both(compounds),
+    "sparse_gradients": sparse_gradients,
+    "graphs": graphs,
     "higher_order": lambda: run_on_both(higher_order),
     "dtensor": dtensor,
     "scaler": scaler,

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUDA graphs: while one is captured nothing is carried out, and each replay carries out what was
+// captured, over the same memory.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <functional>
+#include <vector>
+
+#include "virtual_values/operation.h"
+#include "virtual_values/ranges.h"
+
+namespace opacus_memprof::virtual_values {
+
+// Whether any graph is being captured.
+bool is_capturing();
+
+// Whether what this thread launches with these arguments goes into a graph.
+bool is_captured(const std::vector<c10::IValue>& arguments);
+
+// Adds a call that was captured, with its results, to its graph. Keeps none of their memory alive.
+void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
+                  const std::vector<c10::IValue>& arguments,
+                  const std::vector<c10::IValue>& results);
+
+// Adds to the graph that the memory is handed out anew there, where `stream` is captured.
+void capture_allocation(void* stream, Span span);
+
+}  // namespace opacus_memprof::virtual_values
