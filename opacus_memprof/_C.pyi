@@ -199,14 +199,15 @@ def counters() -> dict[str, Any]:
     """Returns the counters: {"unix_ns", "step", "logical_step", "devices"}.
 
     "devices" is {"cuda:0": {"requested_bytes", "peak_bytes" (since reset_peaks), "phase" (of the newest allocation),
-    "categories": {name: bytes}}}. Consistent across threads; writes no event.
+    "categories": {name: bytes}, "reserved_peak" as in peaks()}}. Consistent across threads; writes no event.
     """
 
 def peaks() -> dict[str, dict[str, Any]]:
     """Returns each device's figures at the instant of its highest requested bytes.
 
     They are {"requested_bytes", "allocated_bytes", "reserved_bytes" (both -1 if unknown), "step", "phase", "unix_ns",
-    "categories": {...}}.
+    "categories": {...}}, and "reserved_peak": {"bytes" (None if unknown), "step", "phase"}, the most bytes that the
+    allocator has reserved since reset_peaks.
     """
 
 def reset_peaks() -> None: ...

@@ -67,6 +67,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
                                "opacus-memprof after that library");
     }
     ours.look_for_history();
+    ours.reserved().begin(*ours.upstream());
     forget_what_has_gone();
     // First of all, so that no block is missed: allocations of other threads meanwhile are
     // reported, and reported blocks are not seeded.
@@ -78,6 +79,7 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
 
   void uninstall() override {
     if (!installed()) return;
+    note_reserved();
     delegating_->set_reporting(false);
     leave_if_unused();
   }
@@ -128,6 +130,10 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
       // An upstream without statistics (a plug-in allocator): the figures stay unknown.
     }
     recorder().note_upstream_at_peak(peak, requested, allocated, reserved);
+  }
+
+  void note_reserved() noexcept override {
+    if (installed()) delegating_->reserved().ask(*delegating_->upstream());
   }
 
   // Made on first use and never destroyed, because tensors keep pointers to it.

@@ -73,11 +73,17 @@ c10::DataPtr DelegatingCudaAllocator::allocate(size_t size) {
   return allocate_and_report(size, return_address);
 }
 
+template <typename Allocate>
+inline auto DelegatingCudaAllocator::watch(size_t size, Allocate allocate) -> decltype(allocate()) {
+  reserved_.note_allocation(*upstream_);
+  return report_oom_of(*upstream_, size, allocate);
+}
+
 // A separate function, so that the result of upstream is constructed where the caller wants it.
 inline c10::DataPtr DelegatingCudaAllocator::allocate_and_report(size_t size,
                                                                  const void* return_address) {
   recorder().prefetch();
-  c10::DataPtr data = report_oom_of(*upstream_, size, [&] { return upstream_->allocate(size); });
+  c10::DataPtr data = watch(size, [&] { return upstream_->allocate(size); });
   report_new_block(data, size, return_address);
   return data;
 }
@@ -93,8 +99,7 @@ c10::DataPtr DelegatingCudaAllocator::allocateWithAddress(size_t size, void* add
   if (passes_on()) return upstream_->allocateWithAddress(size, address);
   const void* return_address = __builtin_return_address(0);
   const HistoryTag history_tag(*upstream_, records_history(), is_library_workspace(return_address));
-  c10::DataPtr data = report_oom_of(*upstream_, size,
-                                    [&] { return upstream_->allocateWithAddress(size, address); });
+  c10::DataPtr data = watch(size, [&] { return upstream_->allocateWithAddress(size, address); });
   report_new_block(data, size, return_address);
   return data;
 }
@@ -107,7 +112,7 @@ void* DelegatingCudaAllocator::raw_alloc(size_t size) {
   const c10::DeviceIndex device = c10::cuda::current_device();
   const bool workspace = is_library_workspace(__builtin_return_address(0));
   const HistoryTag history_tag(*upstream_, records_history(), workspace);
-  void* pointer = report_oom_of(*upstream_, size, [&] { return upstream_->raw_alloc(size); });
+  void* pointer = watch(size, [&] { return upstream_->raw_alloc(size); });
   report_alloc(pointer, size, device_number(device), current_stream_id(device), workspace);
   if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;
@@ -118,8 +123,7 @@ void* DelegatingCudaAllocator::raw_alloc_with_stream(size_t size, cudaStream_t s
   const c10::DeviceIndex device = c10::cuda::current_device();
   const bool workspace = is_library_workspace(__builtin_return_address(0));
   const HistoryTag history_tag(*upstream_, records_history(), workspace);
-  void* pointer = report_oom_of(*upstream_, size,
-                                [&] { return upstream_->raw_alloc_with_stream(size, stream); });
+  void* pointer = watch(size, [&] { return upstream_->raw_alloc_with_stream(size, stream); });
   report_alloc(pointer, size, device_number(device), stream_id(stream), workspace);
   if (!is_reporting()) note_alloc_after_uninstall();
   return pointer;

@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "allocators/cuda_reserved.h"
+
 namespace opacus_memprof {
 
 namespace cca = c10::cuda::CUDACachingAllocator;
@@ -33,6 +35,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   [[nodiscard]] bool is_reporting() const noexcept;
   void set_reporting(bool on) noexcept;
   void forget_pools() noexcept { open_pools_ = 0; }
+  [[nodiscard]] ReservedMemory& reserved() noexcept { return reserved_; }
 
   // Whether torch records a history for the program. Asked of upstream at install, and tracked here
   // from then on.
@@ -62,6 +65,10 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   c10::DataPtr allocateWithAddress(size_t size, void* address) override;
 #endif
 
+  void resetPeakStats(c10::DeviceIndex device) override {
+    reserved_.reset_upstream(*upstream_, device);
+  }
+
   // --- forwarded as they are ---
   void copy_data(void* destination, const void* source, std::size_t count) const override {
     upstream_->copy_data(destination, source, count);
@@ -77,7 +84,6 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     upstream_->resetAccumulatedStats(device);
   }
-  void resetPeakStats(c10::DeviceIndex device) override { upstream_->resetPeakStats(device); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     return upstream_->getMemoryInfo(device);
   }
@@ -207,6 +213,9 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   // allocator. (A storage keeps the allocator that made it, perhaps this one after it was removed,
   // and calls it when it is resized.)
   [[nodiscard]] bool passes_on() const noexcept;
+  // Returns the result of `allocate`, a call of upstream.
+  template <typename Allocate>
+  auto watch(size_t size, Allocate allocate) -> decltype(allocate());
   c10::DataPtr allocate_and_report(size_t size, const void* return_address);
   // Used while torch records a history, or after uninstall().
   [[gnu::cold, gnu::noinline]] c10::DataPtr allocate_rarely(size_t size,
@@ -215,6 +224,7 @@ class DelegatingCudaAllocator final : public cca::CUDAAllocator {
   cca::CUDAAllocator* upstream_;
   std::atomic<bool> records_history_{false};
   std::atomic<int> open_pools_{0};  // that threads allocate in
+  ReservedMemory reserved_;
 };
 
 // Calls function(address, block, device) for every block of the allocator, including free ones.

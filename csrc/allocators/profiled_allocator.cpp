@@ -15,7 +15,14 @@ std::vector<Recorder::DevicePeak> closed_peaks() {
     const auto type = peak.device == 0 ? c10::DeviceType::CPU : c10::DeviceType::CUDA;
     if (auto* allocator = allocator_of(type)) allocator->note_peak(closed);
   }
+  cuda_allocator().note_reserved();
   return recorder().peaks();
+}
+
+void reset_peaks() noexcept {
+  cuda_allocator().note_reserved();  // what was reserved until now is forgotten
+  recorder().reset_peaks();
+  cuda_allocator().note_reserved();
 }
 
 }  // namespace opacus_memprof

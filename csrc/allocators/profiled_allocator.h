@@ -31,6 +31,8 @@ class ProfiledAllocator {
                         std::uint16_t /*module*/) noexcept {}
   // Asks upstream for its counts, for the peak that has just been closed.
   virtual void note_peak(PeakId peak) noexcept = 0;
+  // Asks upstream for what it has reserved since it was last asked.
+  virtual void note_reserved() noexcept {}
 };
 
 ProfiledAllocator& cpu_allocator();
@@ -40,9 +42,10 @@ ProfiledAllocator& cuda_allocator();
 // nullptr for a device type that is not profiled.
 ProfiledAllocator* allocator_of(c10::DeviceType type);
 
-// Returns the peaks of all devices. Closes peaks that no free has ended, and asks the allocators
-// for their counts there.
+// Returns the peaks of all devices since reset_peaks(). Closes peaks that no free has ended, and
+// asks the allocators for their counts there.
 std::vector<Recorder::DevicePeak> closed_peaks();
+void reset_peaks() noexcept;
 
 // The live bytes according to c10's CPU memory reporter: allocations since install, and adopted
 // blocks.

@@ -40,6 +40,15 @@ auto if_known(std::int64_t UpstreamAtFailure::*bytes) {
 
 }  // namespace
 
+static auto fields(const ReservedPeak&) {
+  return std::tuple{Field{"bytes",
+                          [](const ReservedPeak& peak) {
+                            return peak.bytes < 0 ? std::nullopt : std::optional(peak.bytes);
+                          }},
+                    Field{"step", &ReservedPeak::step},
+                    Field{"phase", phase_of(&ReservedPeak::phase)}};
+}
+
 static auto fields(const Recorder::DeviceBytes&) {
   using S = Recorder::DeviceBytes;
   return std::tuple{Field{"requested_bytes", &S::requested}, Field{"categories", &S::categories}};
@@ -49,7 +58,8 @@ static auto fields(const Recorder::DeviceState& state) {
   using S = Recorder::DeviceState;
   const Recorder::DeviceBytes& bytes = state;
   return std::tuple_cat(fields(bytes), std::tuple{Field{"peak_bytes", &S::highest},
-                                                  Field{"phase", phase_of(&S::phase)}});
+                                                  Field{"phase", phase_of(&S::phase)},
+                                                  Field{"reserved_peak", &S::reserved}});
 }
 
 static auto fields(const Recorder::State&) {
@@ -71,8 +81,10 @@ static auto fields(const Recorder::Snapshot&) {
                           }}};
 }
 
-static auto fields(const Peak&) {
-  return std::tuple{Field{"requested_bytes", &Peak::requested},
+static auto fields(const Recorder::DevicePeak&) {
+  using Peak = Recorder::DevicePeak;
+  return std::tuple{Field{"reserved_peak", &Peak::reserved},
+                    Field{"requested_bytes", &Peak::requested},
                     Field{"upstream_requested_bytes", &Peak::upstream_requested},
                     Field{"allocated_bytes", &Peak::upstream_allocated},
                     Field{"reserved_bytes", &Peak::upstream_reserved},
@@ -178,7 +190,7 @@ void bind_counters(py::module_& m) {
   m.def("snapshot", [](const std::string& name) { return as_python(recorder().snapshot(name)); });
   m.def("counters", [] { return as_python(recorder().state()); });
   m.def("peaks", [] { return as_python(closed_peaks()); });
-  m.def("reset_peaks", [] { recorder().reset_peaks(); });
+  m.def("reset_peaks", [] { reset_peaks(); });
   m.def("live_blocks", [] { return as_python(recorder().live_blocks()); });
   m.def("failures", [] { return as_python(recorder().failures()); });
   m.def("events_status", [] { return as_python(recorder().events_status()); });

@@ -33,6 +33,14 @@ struct Peak {
   CategoryBytes categories{};
 };
 
+// The most bytes that the allocator has reserved from the device; -1 if it reserves none, or does
+// not count them.
+struct ReservedPeak {
+  std::int64_t bytes = -1;
+  std::uint32_t step = 0;
+  std::uint8_t phase = 0;
+};
+
 class alignas(64) DeviceCounters {
  public:
   // `phase` and `step` belong to the allocation, and to the peak if it makes one.
@@ -76,11 +84,14 @@ class alignas(64) DeviceCounters {
     highest_phase_ = phase;
     highest_step_ = step;
     peak_is_open_ = true;
+    reserved_ = {};
   }
 
   // Returns whether the device has had a block.
   [[nodiscard]] bool seen() const noexcept { return seen_; }
   [[nodiscard]] Peak& peak() noexcept { return peak_; }
+  [[nodiscard]] ReservedPeak& reserved() noexcept { return reserved_; }
+  [[nodiscard]] const ReservedPeak& reserved() const noexcept { return reserved_; }
   [[nodiscard]] std::uint8_t newest_phase() const noexcept { return newest_phase_; }
   [[nodiscard]] std::int64_t highest() const noexcept { return highest_; }
   [[nodiscard]] std::int64_t total() const noexcept { return total_; }
@@ -96,6 +107,7 @@ class alignas(64) DeviceCounters {
   bool seen_ = false;
   CategoryBytes categories_{};
   Peak peak_;
+  ReservedPeak reserved_;
 };
 
 }  // namespace opacus_memprof

@@ -63,6 +63,22 @@ std::map<std::string, std::vector<std::string>> all_names() {
           {"devices", devices}};
 }
 
+namespace {
+
+// {"cuda:0": {"bytes", "step", "phase"}}, of devices whose allocator counts what it reserves.
+json reserved_peaks() {
+  json result = json::object();
+  for (const auto& device : recorder().state().devices) {
+    const ReservedPeak& peak = device.reserved;
+    if (peak.bytes < 0) continue;
+    result[device_name(device.device)] = {
+        {"bytes", peak.bytes}, {"step", peak.step}, {"phase", kPhaseNames.at(peak.phase)}};
+  }
+  return result;
+}
+
+}  // namespace
+
 ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_events,
                                    const std::string& info_json)
     : directory_(std::move(directory)), info_(info_json) {
@@ -92,7 +108,7 @@ void ProfileDirectory::write_meta() {
 
 void ProfileDirectory::replace_meta() {
   const std::lock_guard guard(mutex_);
-  const std::uint64_t version = names().version();
+  const std::uint64_t version = names().version() + recorder().reserved_version();
   json meta = json::parse(info_);
   meta["format"] = kFormatVersion;
   meta["record_bytes"] = sizeof(Event);
@@ -100,13 +116,14 @@ void ProfileDirectory::replace_meta() {
   meta["clock"] = {{"unix_ns", unix_ns()},
                    {"unit", "ticks; events.bin's header converts them to nanoseconds"}};
   meta["names"] = all_names();
+  meta["reserved_peaks"] = reserved_peaks();
   replace_file(directory_ + "/meta.json", meta.dump(1));
   written_version_ = version;
 }
 
 void ProfileDirectory::refresh_meta() noexcept {
   try {
-    if (names().version() != written_version_) replace_meta();
+    if (names().version() + recorder().reserved_version() != written_version_) replace_meta();
   } catch (const std::exception&) {
     // events_status reports a full disk; the next refresh tries again.
   }

@@ -34,7 +34,7 @@ class ProfileDirectory {
 
  private:
   void replace_meta();
-  void refresh_meta() noexcept;  // if names were added since it was written
+  void refresh_meta() noexcept;  // if a name is new, or a reserved peak rose, since it was written
 
   std::string directory_;
   std::string info_;

@@ -101,6 +101,14 @@ void Recorder::note_upstream_at_peak(PeakId id, std::int64_t requested, std::int
   peak.upstream_reserved = reserved;
 }
 
+void Recorder::note_reserved(Device device, const ReservedPeak& reserved) noexcept {
+  const std::lock_guard guard(lock_);
+  ReservedPeak& peak = live_.counters(device).reserved();
+  if (!enabled_ || reserved.bytes <= peak.bytes) return;
+  peak = reserved;
+  ++reserved_version_;
+}
+
 bool Recorder::has_block(std::uint64_t address) noexcept { return size_of(address) != 0; }
 
 std::uint64_t Recorder::size_of(std::uint64_t address) noexcept {

@@ -61,6 +61,8 @@ class Recorder {
   // closed since then: other threads continue while upstream is asked.
   void note_upstream_at_peak(PeakId peak, std::int64_t requested, std::int64_t allocated,
                              std::int64_t reserved) noexcept;
+  // Records that upstream has reserved so much, if it is the most since the peaks were reset.
+  void note_reserved(Device device, const ReservedPeak& reserved) noexcept;
   // Closes the peak that no free has ended yet and returns it, so that upstream can be asked for
   // its counts; or kNoPeak.
   PeakId close_peak(Device device) noexcept;
@@ -99,6 +101,7 @@ class Recorder {
   struct DeviceState : DeviceBytes {
     std::int64_t highest = 0;  // since the peaks were reset
     std::uint8_t phase = 0;    // of the newest allocation
+    ReservedPeak reserved;
   };
   struct State {
     std::uint64_t unix_ns = 0;
@@ -115,9 +118,12 @@ class Recorder {
   Snapshot snapshot(const std::string& name);
   struct DevicePeak : Peak {
     Device device = 0;
+    ReservedPeak reserved;
   };
   std::vector<DevicePeak> peaks();
   void reset_peaks() noexcept;
+  // Changes when a device's reserved peak does.
+  [[nodiscard]] std::uint64_t reserved_version() const noexcept { return reserved_version_.load(); }
   std::vector<Block> live_blocks();
   // The newest failures since events were started, the newest last; at most
   // FailureLog::kMaxFailures.
@@ -165,6 +171,7 @@ class Recorder {
   std::uint64_t snapshots_ = 0;
   FailureLog failures_;
   std::atomic<std::uint32_t> logical_{0};
+  std::atomic<std::uint64_t> reserved_version_{0};
 };
 
 namespace detail {

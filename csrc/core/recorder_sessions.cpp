@@ -24,7 +24,8 @@ void Recorder::read_counters(State& state) noexcept {
   live_.for_each_device([&](Device device, const DeviceCounters& counters) {
     state.devices.push_back({{device, counters.total(), counters.categories()},
                              counters.highest(),
-                             counters.newest_phase()});
+                             counters.newest_phase(),
+                             counters.reserved()});
   });
 }
 
@@ -58,7 +59,7 @@ std::vector<Recorder::DevicePeak> Recorder::peaks() {
   result.reserve(kMaxDevices);
   const std::lock_guard guard(lock_);
   live_.for_each_device([&](Device device, DeviceCounters& counters) {
-    result.push_back({counters.peak(), device});
+    result.push_back({counters.peak(), device, counters.reserved()});
   });
   return result;
 }

@@ -18,6 +18,7 @@ from opacus_memprof.profiles.profile import (
     Groups,
     Peak,
     PhasePeak,
+    ReservedPeak,
     StepPeak,
     Timeline,
 )
@@ -38,6 +39,7 @@ def build_device(
     names: Names,
     component_of: Components,
     live: LivePeak | None,
+    reserved: ReservedPeak | None,
     snapshots: Mapping[int, Snapshot],
     missing: int,
 ) -> tuple[Device, list[str]]:
@@ -50,6 +52,7 @@ def build_device(
         names: translates ids.
         component_of: maps modules to components.
         live: the live counters' peak of this device, if known.
+        reserved: the most bytes that were reserved, as far as meta.json has them; `live` has more.
         snapshots: the snapshots of snapshots.jsonl, by number.
         missing: number of events that the files do not have.
     """
@@ -92,6 +95,7 @@ def build_device(
         ],
         timeline=build_timeline(replayed["timeline"], names),
         end_bytes=replayed["end_bytes"],
+        reserved_peak=reserved if live is None else live.reserved_peak,
     )
     return device, warnings
 
@@ -111,6 +115,7 @@ def build_device_from_counters(
         out_of_memory=[],
         timeline=empty,
         end_bytes=0,  # of the events that the file has
+        reserved_peak=live.reserved_peak,
     )
     return device, warnings
 

@@ -123,8 +123,8 @@ def exceeded_limits(diff: Diff, limit: GrowthLimit) -> list[str]:
 def _diff_device(before: Device, after: Device) -> DeviceDiff:
     return DeviceDiff(
         **peak_difference(before.peak, after.peak),
-        before=_diff_peak(before.peak),
-        after=_diff_peak(after.peak),
+        before=_diff_peak(before),
+        after=_diff_peak(after),
         phases={
             name: _diff_phase(before.phases.get(name), after.phases.get(name))
             for name in {**before.phases, **after.phases}
@@ -132,8 +132,9 @@ def _diff_device(before: Device, after: Device) -> DeviceDiff:
     )
 
 
-def _diff_peak(peak: Peak) -> DiffPeak:
-    return DiffPeak(peak.requested_bytes, peak.phase, peak.step, peak.categories)
+def _diff_peak(device: Device) -> DiffPeak:
+    peak = device.peak
+    return DiffPeak(peak.requested_bytes, peak.phase, peak.step, peak.categories, device.reserved_peak)
 
 
 def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:

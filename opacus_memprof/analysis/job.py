@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, RankPeak, Spread, Straggler, TotalPeaks
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.profile import Device, Finding, Peak, Profile, Sizes, Virtual, virtual_gpu_of
+from opacus_memprof.profiles.profile import Device, Finding, Profile, Sizes, Virtual, virtual_gpu_of
 from opacus_memprof.profiles.units import format_count, format_ranks
 
 # A rank whose peak is this many times the median is a straggler: it alone decides which batch fits.
@@ -179,13 +179,14 @@ def _row(rank: int, directory: str, profile: Profile) -> Rank:
         dropped=profile.events.dropped,
         device=main,
         steps=0 if device is None else _steps(device),
-        peak=None if device is None else _peak(device.peak),
+        peak=None if device is None else _peak(device),
         outside_pytorch=None if device is None else _outside(device),
-        other_devices={name: _peak(devices[name].peak) for name in devices if name != main},
+        other_devices={name: _peak(devices[name]) for name in devices if name != main},
     )
 
 
-def _peak(peak: Peak) -> RankPeak:
+def _peak(device: Device) -> RankPeak:
+    peak = device.peak
     return RankPeak(
         requested_bytes=peak.requested_bytes,
         allocated_bytes=peak.allocated_bytes,
@@ -194,6 +195,7 @@ def _peak(peak: Peak) -> RankPeak:
         phase=peak.phase,
         remainder_bytes=peak.remainder_bytes,
         categories={category: size for category, size in peak.categories.items() if size},
+        reserved_peak=device.reserved_peak,
     )
 
 

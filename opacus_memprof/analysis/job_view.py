@@ -148,7 +148,7 @@ def _rank_columns(ranks: Sequence[Rank], mean: int) -> tuple[Columns, str]:
         "rank": [str(row.rank) for row in shown],
         "peak": [format_bytes(peak.requested_bytes) for peak in peaks],
         "of mean": [format_share(peak.requested_bytes, mean) for peak in peaks],
-        "reserved": [_format_known(peak.reserved_bytes) for peak in peaks],
+        "reserved": [_format_known(peak.reserved_peak.bytes if peak.reserved_peak else None) for peak in peaks],
         "outside": [_format_known(row.outside_pytorch) for row in shown],
         "steps": [str(row.steps) for row in shown],
         "phase": [peak.phase for peak in peaks],

@@ -19,7 +19,7 @@ from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, META
 from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.meta import read_meta
-from opacus_memprof.profiles.profile import Groups, Sizes, VirtualGpus
+from opacus_memprof.profiles.profile import Groups, ReservedPeak, Sizes, VirtualGpus
 
 _EVENTS_PATH = re.compile(rf"(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
 _MIN_STEPS = 4  # for a trend
@@ -30,6 +30,7 @@ class RunningDevice(JsonObject):
 
     Attributes:
         peak_bytes: the peak so far, in the step `peak_step`.
+        reserved_peak: the most reserved bytes, up to a second ago; None if the allocator does not count them.
         categories, modules: as in Peak, with forward_undecided for blocks from forward.
         step_ends: live bytes at the ends of the newest steps.
         bytes_per_step: the slope of the line through these (least squares); None for fewer than four.
@@ -42,6 +43,7 @@ class RunningDevice(JsonObject):
     modules: Groups
     step_ends: list[int]
     bytes_per_step: int | None
+    reserved_peak: ReservedPeak | None = None
 
 
 class RunningProfile(JsonObject, kw_only=True):
@@ -100,11 +102,14 @@ class ProfileFollower:
             events=state["events"],
             dropped=state["dropped"],
             out_of_memory=state["out_of_memory"],
-            devices={names.device(device["id"]): _device(device, names) for device in state["devices"]},
+            devices={
+                (name := names.device(device["id"])): _device(device, names, meta.reserved_peaks.get(name))
+                for device in state["devices"]
+            },
         )
 
 
-def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
+def _device(device: Mapping[str, Any], names: Names, reserved: ReservedPeak | None) -> RunningDevice:
     ends = device["step_ends"]
     slope = None
     if len(ends) >= _MIN_STEPS:
@@ -117,6 +122,7 @@ def _device(device: Mapping[str, Any], names: Names) -> RunningDevice:
         modules={names.module(module): names.categories(sizes) for module, sizes in device["modules"].items()},
         step_ends=ends,
         bytes_per_step=slope,
+        reserved_peak=reserved,
     )
 
 

@@ -16,11 +16,13 @@ from opacus_memprof.analysis.defects import find
 from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, build_timeline
 from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.oom.improvements import find_improvements
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.meta import Meta, read_meta
 from opacus_memprof.profiles.profile import EventCounts, EventGap, Profile, Timeline, VirtualGpus
@@ -41,6 +43,7 @@ def build_profile(
     virtual: VirtualGpus | None = None,
     timeline_points: int = TIMELINE_POINTS,
     dropped: int = 0,
+    shapes: TrainingShapes | None = None,
 ) -> Profile:
     """Builds the content of profile.json from events.bin, meta.json and snapshots.jsonl.
 
@@ -58,6 +61,7 @@ def build_profile(
             data of meta.json, which was written at the start.
         timeline_points: maximum number of rows of a device's timeline.
         dropped: events lost so far; while a process is writing, the file's header lags behind.
+        shapes: what was trained, for the predictions of other settings. Only the recording process knows it.
 
     Raises:
         MemprofError: a rule is not a regular expression, or events.bin or meta.json is missing, truncated, foreign or
@@ -77,9 +81,11 @@ def build_profile(
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
         devices[name], device_warnings = build_device(
-            name, device, header, names, component_of, live, snapshots, missing
+            name, device, header, names, component_of, live, meta.reserved_peaks.get(name), snapshots, missing
         )
         messages += device_warnings
+        if shapes is not None:
+            devices[name].improvements = find_improvements(name, devices[name], device, names, shapes)
     for name, live in (peaks or {}).items() if missing else ():
         if name not in devices and live.requested_bytes:
             devices[name], device_warnings = build_device_from_counters(name, live, component_of, snapshots)

@@ -11,6 +11,7 @@ from opacus_memprof.analysis.events import Events
 from opacus_memprof.analysis.privacy_sentences import privacy_sentences
 from opacus_memprof.analysis.profile import read_timelines
 from opacus_memprof.analysis.tax import dp_tax
+from opacus_memprof.analysis.verdict_view import VerdictView, device_verdict, failure_verdict
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.directory import OOM_REPORTS
@@ -23,6 +24,7 @@ from opacus_memprof.profiles.profile import (
     Peak,
     PhasePeak,
     Profile,
+    ReservedPeak,
     Timeline,
     virtual_gpu_of,
     virtual_mark,
@@ -35,7 +37,7 @@ _TOTALS = {
     "rounding": ("+ rounding", "blocks are larger than what was asked for"),
     "allocated_bytes": ("= allocated", "what the allocator had handed out"),
     "cached": ("+ cached", "kept by the allocator for later"),
-    "reserved_bytes": ("= reserved", "what the allocator had taken from the device"),
+    "reserved_bytes": ("= reserved", "what the allocator had taken from the device by then"),
 }
 _HOLDERS = {"shared_with_autograd": "autograd holds them as well", "opacus_only": "only Opacus holds them"}
 _STEPS = "Steps count from 0."
@@ -134,6 +136,7 @@ class ProfileView:
         virtual_gpu: the kind and memory of the virtual GPU; `virtual_mark` is the sentence on it. None for a real one.
         privacy: a sentence for each model in privacy_check.json.
         out_of_memory: oom_report.json; None without one.
+        verdicts: of the failure if memory ran out, otherwise of each device.
         tax: the cost of privacy, if the profile of the same training without it is known.
     """
 
@@ -145,6 +148,7 @@ class ProfileView:
     virtual_mark: str | None
     privacy: Sequence[str]
     out_of_memory: OomReport | None
+    verdicts: Sequence[VerdictView]
     tax: Tax | None
 
     def events(self) -> Events:
@@ -180,6 +184,7 @@ def view_profile(
     """
     path = None if directory is None else Path(directory)
     gpu, command = virtual_gpu_of(profile.virtual), profile.command
+    failure = _read_oom_report(path)
     return ProfileView(
         name=name or (" ".join([os.path.basename(command[0]), *command[1:]]) if command else "a profile"),
         profile=profile,
@@ -191,7 +196,10 @@ def view_profile(
         virtual_gpu=gpu,
         virtual_mark=virtual_mark(profile.virtual),
         privacy=privacy_sentences(path),
-        out_of_memory=_read_oom_report(path),
+        out_of_memory=failure,
+        verdicts=[failure_verdict(failure)]
+        if failure is not None and profile.status == "out_of_memory"
+        else [device_verdict(key, device) for key, device in profile.devices.items()],
         tax=None if vanilla is None else dp_tax(profile, vanilla),
     )
 
@@ -209,7 +217,8 @@ def view_device(device: Device, title: str) -> DeviceView:
             (label, format_bytes(size), meaning)
             for key, (label, meaning) in _TOTALS.items()
             if (size := getattr(peak, key)) is not None
-        ],
+        ]
+        + _largest_reserved(device.reserved_peak),
         categories=parts_of(peak.categories, whole),
         components=groups_of(peak.components, whole),
         modules=groups_of(peak.modules, whole),
@@ -266,6 +275,13 @@ def _steps_note(phases: Iterable[str], steps: Iterable[tuple[int, int]]) -> str:
     """
     differ = any(logical != step for step, logical in steps)
     return " ".join([_LOGICAL_STEPS if differ else _STEPS, *([_IDLE] if "idle" in phases else [])])
+
+
+def _largest_reserved(peak: ReservedPeak | None) -> list[tuple[str, str, str]]:
+    if peak is None:
+        return []
+    when = format_moment(peak.phase, peak.step)
+    return [("largest reserved", format_bytes(peak.bytes), f"in {when}: the memory that the whole run needed")]
 
 
 def _last_failure(device: Device) -> str:

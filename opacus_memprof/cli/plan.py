@@ -147,7 +147,7 @@ def _judge(
     board.stop()
     profile = copy_profile(runs, verdict.run)
     content: dict[str, Any] = {"verdict": verdict_content(verdict)}
-    report.print_verdict(verdict, console)
+    report.print_plan(verdict, console)
     report.print_doubts(profile["warnings"], console)
     fits = verdict.run.fits
     if steps is not None:

@@ -195,6 +195,7 @@ class _StepHooks:
             self.tag_states(optimizer)
         native.set_phase(IDLE)
         native.end_step(True)
+        shapes.after_step()
 
     @contain("tagging an optimizer's states")
     def tag_states(self, optimizer: Optimizer) -> None:

@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
         inside = [each for each in shapes.modules if each == name or each.startswith(f"{name}." if name else "")]
         if _is_sampled_whole(module) and any(shapes.modules[each].sampled_in is None for each in inside):
             shapes.modules |= {each: replace(shapes.modules[each], sampled_in=name) for each in inside}
-    shapes.flash_clip_refusal = partial(_flash_clip_refusal, weakref.ref(named[0][1]))
+    shapes.flash_clip_refusal = cache(partial(_flash_clip_refusal, weakref.ref(named[0][1])))
     return True
 
 
@@ -150,6 +150,13 @@ def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
     except MemprofError as error:
         return str(error)
     return None
+
+
+def after_step() -> None:
+    """Asks once, while the model trains, whether flash_clip could clip it: at the end it may be gone, or evaluate."""
+    shapes = observations.layer_shapes()
+    if shapes.mode:
+        shapes.flash_clip_refusal()
 
 
 def record_optimizer(optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from opacus_memprof.analysis.verdict_view import Fix, VerdictView
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning.arguments import Range
 from opacus_memprof.planning.configuration import PlannedConfiguration
@@ -16,6 +17,7 @@ from opacus_memprof.planning.table import PlannedCell
 from opacus_memprof.planning.verdict import Advice, Verdict
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.summary import print_verdict
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 _MOST_WARNINGS = 3
@@ -65,33 +67,42 @@ def print_draws(draws: Draws, console: Console) -> None:
         )
 
 
-def print_verdict(verdict: Verdict, console: Console) -> None:
+def print_plan(verdict: Verdict, console: Console) -> None:
     """Prints whether it fits and by how much, the reason, and a remedy."""
+    print_verdict(view_verdict(verdict), console)
+
+
+def view_verdict(verdict: Verdict) -> VerdictView:
+    """Returns the view of a verdict, which every output of it shows."""
     run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
-    room = f"{format_bytes(run.may_reserve or 0)} that it may reserve"
-    taken = f"CUDA's context and libraries take {format_bytes(run.context or 0)}"
+    room = f"the {format_bytes(run.may_reserve or 0)} that it may reserve"
+    lines = []
     if run.fits:
-        _print(console, f"[bold green]fits[/] on {gpu}, with {format_bytes(verdict.spare)} to spare")
-        _print(console, f"  it reserves {format_bytes(verdict.needed)} at most of the {room} ({taken})")
+        where = f"on {gpu}, with {format_bytes(verdict.spare)} to spare"
+        lines.append(f"reserves {format_bytes(verdict.needed)} at most of {room}")
         if run.retries:
-            _print(console, f"  {_only_just(run)}")
+            lines.append(_only_just(run))
     else:
         about = "" if verdict.whole is not None else "about "
-        lacking = format_bytes(max(-verdict.spare, 0))
         if verdict.spare < 0:
-            _print(console, f"[bold red]does not fit[/] on {gpu}: {about}{lacking} too much")
+            where = f"on {gpu}: {about}{format_bytes(-verdict.spare)} too much"
         else:  # fragments: with more memory it would have reserved less than it had here
-            _print(console, f"[bold red]does not fit[/] on {gpu}, for its memory is in fragments")
-        _print(console, f"  it needs {about}{format_bytes(verdict.needed)} of the {room} ({taken})")
-        _print(console, f"  memory ran out at {_place(run)}")
+            where = f"on {gpu}, for its memory is in fragments"
+        lines += [f"needs {about}{format_bytes(verdict.needed)} of {room}", f"memory ran out at {_place(run)}"]
+    lines.append(f"CUDA's context and libraries take {format_bytes(run.context or 0)}")
     peak = run if run.fits else verdict.whole
     if peak is not None and peak.requested is not None:
-        _print(console, f"  its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
-    for number, suggestion in enumerate(verdict.advice, 1):
-        _print(console, f"\n[bold]{number}. {escape(suggestion.title)}[/]: {_outcome(suggestion)}")
-        _print(console, f"   [cyan]{escape(suggestion.code)}[/]")
-    if not run.fits and not verdict.advice:
-        _print(console, "\nNo known change would make it fit except a GPU with more memory.")
+        lines.append(f"its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
+    return VerdictView(
+        outcome="fits" if run.fits else "failed",
+        headline="FITS" if run.fits else "DOES NOT FIT",
+        where=where,
+        lines=[("", line) for line in lines],
+        heading="FIX"
+        if run.fits or verdict.advice
+        else "No known change would make it fit except a GPU with more memory.",
+        fixes=[_fix(each) for each in verdict.advice],
+    )
 
 
 def print_doubts(warnings: Sequence[str], console: Console) -> None:
@@ -110,18 +121,17 @@ def print_doubts(warnings: Sequence[str], console: Console) -> None:
         )
 
 
-def _outcome(advice: Advice) -> str:
+def _fix(advice: Advice) -> Fix:
     run = advice.tried
-    if run is None:
-        return f"not tried, predicted peak {format_bytes(advice.predicted)}; it takes an edit of the program"
+    predicted = format_bytes(advice.predicted)
     if advice.failure:
-        return f"not tried, predicted peak {format_bytes(advice.predicted)}; with it, {escape(advice.failure)}"
+        return Fix(advice.title, advice.code, predicted, "fails", "tried", note=advice.failure)
+    if run is None:
+        return Fix(advice.title, advice.code, predicted, "", "needs an edit")
+    note = f"reserves {format_bytes(run.reserved or 0)}"
     if not run.fits:
-        return "[yellow]tried: does not fit[/]"
-    return (
-        f"[green]tried: fits[/], with a peak of {format_bytes(run.requested or 0)} and "
-        f"{format_bytes(run.reserved or 0)} reserved"
-    )
+        return Fix(advice.title, advice.code, predicted, "too large", "tried", note)
+    return Fix(advice.title, advice.code, format_bytes(run.requested or 0), "fits", "tried", note)
 
 
 def _only_just(run: VirtualRun) -> str:
@@ -131,7 +141,7 @@ def _only_just(run: VirtualRun) -> str:
 
 def _place(run: VirtualRun) -> str:
     module = f" of {run.module}" if run.module else ""
-    return escape(f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}")
+    return f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}"
 
 
 def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: Console) -> None:

@@ -11,19 +11,10 @@ from opacus_memprof.planning.arguments import with_argument
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.virtual_run import LOG, VirtualRun
+from opacus_memprof.profiles.oom_report import APPLICABLE
 
 LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit on no real GPU
 _MOST_ADVICE = 4
-# Actions that do not change the program's source; allocator_setting is passed by the environment.
-_APPLICABLE = {
-    "adopt_grad_samples",
-    "allocator_setting",
-    "drop_gradients",
-    "grad_sample_mode",
-    "max_physical_batch_size",
-    "register_norm_samplers",
-    "set_to_none",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _is_applicable(actions: Sequence[Mapping[str, Any]]) -> bool:
-    return all(action["kind"] in _APPLICABLE for action in actions)
+    return all(action["kind"] in APPLICABLE for action in actions)
 
 
 def _applied(

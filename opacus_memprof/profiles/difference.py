@@ -5,7 +5,7 @@ Sizes are signed bytes; unchanged sizes are omitted.
 """
 
 from opacus_memprof.profiles.json_object import JsonObject
-from opacus_memprof.profiles.profile import Groups, Sizes
+from opacus_memprof.profiles.profile import Groups, ReservedPeak, Sizes
 
 
 class PeakDifference(JsonObject):
@@ -17,12 +17,13 @@ class PeakDifference(JsonObject):
 
 
 class DiffPeak(JsonObject):
-    """The step and phase of a peak, and its bytes by category."""
+    """The step and phase of a peak, its bytes by category, and the most reserved bytes of the whole run, if known."""
 
     requested_bytes: int
     phase: str
     step: int
     categories: Sizes
+    reserved_peak: ReservedPeak | None = None
 
 
 class DiffPhase(JsonObject):

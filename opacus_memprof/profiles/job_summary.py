@@ -7,11 +7,15 @@ from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.json_object import FORMAT, JsonObject
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.profile import Finding, Sizes, VirtualGpus
+from opacus_memprof.profiles.profile import Finding, ReservedPeak, Sizes, VirtualGpus
 
 
 class RankPeak(JsonObject):
-    """A rank's peak on one device, as in its profile.json, without categories that have no bytes."""
+    """A rank's peak on one device, as in its profile.json, without categories that have no bytes.
+
+    Attributes:
+        reserved_bytes: reserved at that instant. `reserved_peak`: the most in the whole run.
+    """
 
     requested_bytes: int
     allocated_bytes: int | None
@@ -20,6 +24,7 @@ class RankPeak(JsonObject):
     phase: str
     remainder_bytes: int
     categories: Sizes
+    reserved_peak: ReservedPeak | None = None
 
 
 class Rank(JsonObject):

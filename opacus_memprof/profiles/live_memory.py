@@ -11,7 +11,7 @@ forward_undecided until they are freed.
 from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.json_object import JsonObject
-from opacus_memprof.profiles.profile import HookedActivations, Sizes
+from opacus_memprof.profiles.profile import HookedActivations, ReservedPeak, Sizes
 
 
 class LiveDevice(JsonObject):
@@ -22,6 +22,7 @@ class LiveDevice(JsonObject):
         peak_bytes: the highest requested bytes since recording began.
         phase: the phase of the newest allocation.
         activation_hooks: the two parts of that category.
+        reserved_peak: the most reserved bytes since recording began; None if they are not counted.
     """
 
     requested_bytes: int
@@ -29,6 +30,7 @@ class LiveDevice(JsonObject):
     phase: str
     categories: Sizes
     activation_hooks: HookedActivations
+    reserved_peak: ReservedPeak | None = None
 
 
 class LiveMemory(JsonObject):
@@ -47,6 +49,7 @@ class LivePeak(JsonObject):
 
     Attributes:
         counted_bytes, allocated_bytes, reserved_bytes: as in profiles.profile.Peak; None if they are not counted.
+        reserved_peak: as in profiles.profile.Device.
     """
 
     requested_bytes: int
@@ -58,6 +61,7 @@ class LivePeak(JsonObject):
     phase: str
     categories: Sizes
     activation_hooks: HookedActivations
+    reserved_peak: ReservedPeak | None = None
 
 
 class DeviceCount(JsonObject):

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.profile import VirtualGpus
+from opacus_memprof.profiles.profile import ReservedPeak, VirtualGpus
 
 
 class NameLists(JsonObject):
@@ -34,6 +34,7 @@ class Meta(JsonObject):
 
     Attributes:
         names: names of the ids in events.bin; those of a killed process may lack the ids of its last events.
+        reserved_peaks: by device, as of the time when the file was written.
     """
 
     format: Literal[1] = FORMAT
@@ -42,6 +43,7 @@ class Meta(JsonObject):
     command: list[str] = []
     launch: Launch | None = None
     names: NameLists = msgspec.field(default_factory=NameLists)
+    reserved_peaks: dict[str, ReservedPeak] = {}
 
 
 def read_meta(path: Path) -> Meta:

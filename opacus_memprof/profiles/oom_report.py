@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of oom_report.json. docs/oom.md explains it. Units are those of profiles.profile."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -126,6 +127,18 @@ class LayerCost(JsonObject):
     flash_clip_bytes: int
 
 
+# Kinds of actions that a run on a virtual GPU can apply without an edit of the program.
+APPLICABLE = {
+    "adopt_grad_samples",
+    "allocator_setting",
+    "drop_gradients",
+    "grad_sample_mode",
+    "max_physical_batch_size",
+    "register_norm_samplers",
+    "set_to_none",
+}
+
+
 class Action(JsonObject):
     """A change, for programs; docs/oom.md lists the kinds and their fields."""
 
@@ -135,6 +148,11 @@ class Action(JsonObject):
     modules: list[str] | UnsetType = UNSET
     bytes: int | UnsetType = UNSET
     lacking_bytes: int | UnsetType = UNSET
+
+
+def needs_edit(actions: Iterable[Action]) -> bool:
+    """Returns whether these changes need an edit of the program. In the mode ghost, it must use another criterion."""
+    return any(action.kind not in APPLICABLE or action.value == "ghost" for action in actions)
 
 
 class SuggestedChange(JsonObject):

@@ -47,7 +47,8 @@ class Peak(JsonObject, kw_only=True):
     Attributes:
         requested_bytes: the sum of `categories`.
         counted_bytes: requested bytes in the allocator's own count; None if it does not count them.
-        allocated_bytes, reserved_bytes: the allocator's own counts, or None.
+        allocated_bytes, reserved_bytes: the allocator's own counts at that instant, or None. It may have reserved more
+            at another one: see Device.reserved_peak.
         rounding: allocated_bytes minus requested_bytes, or None.
         cached: reserved_bytes minus allocated_bytes, or None.
         source: "events", or "counters" if the event files lack the peak: then it has no modules, and has
@@ -88,6 +89,17 @@ class Peak(JsonObject, kw_only=True):
     newest_blocks: list[Block]
     components: Groups
     module_tree: Sizes
+
+
+class ReservedPeak(JsonObject):
+    """The most bytes that the allocator has reserved from a device, and the physical step and the phase of it.
+
+    A run needs so much memory; at its peak of requested bytes, the allocator may have reserved less.
+    """
+
+    bytes: int
+    step: int
+    phase: str
 
 
 class PhasePeak(JsonObject):
@@ -177,6 +189,22 @@ class Timeline(JsonObject):
         return Timeline(**columns, categories=categories)
 
 
+class Improvement(JsonObject):
+    """A change of the program that lowers a device's peak, without other results or another batch.
+
+    Attributes:
+        title: the change, for people. `code`: the same as code. `computed`: how the prediction was computed.
+        predicted_peak_bytes: the peak with the change.
+        needs_edit: whether `plan` cannot try it, because the program must be edited.
+    """
+
+    title: str
+    code: str
+    predicted_peak_bytes: int
+    computed: str
+    needs_edit: bool
+
+
 class Device(JsonObject):
     """One device.
 
@@ -185,6 +213,9 @@ class Device(JsonObject):
         steps: at most 600, in order; `steps_left_out` counts the others.
         out_of_memory: allocations that failed.
         end_bytes: live bytes at the end.
+        reserved_peak: the most reserved bytes of the whole run; None if the allocator does not count them, or if
+            an older version has written the profile.
+        improvements: the lowest predicted peak first; empty if no training was followed.
     """
 
     peak: Peak
@@ -195,6 +226,8 @@ class Device(JsonObject):
     out_of_memory: list[FailedAllocation]
     timeline: Timeline
     end_bytes: int
+    reserved_peak: ReservedPeak | None = None
+    improvements: list[Improvement] = []
 
 
 class GrowthSite(JsonObject):

@@ -28,7 +28,7 @@ from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES, EVENT_HEADER_BYTES, EVENTS, META
 from opacus_memprof.profiles.profile import Device, Profile
-from opacus_memprof.recording import native
+from opacus_memprof.recording import live, native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.session import Session
 
@@ -185,7 +185,11 @@ class CleanSession(Session):
         """
         if native.events_status()["dropped"]:
             raise MemprofError(f"a profile holds at most {DEFAULT_MAX_EVENTS} events: let the test train fewer steps")
-        return self._test_events().profile().devices
+        devices = self._test_events().profile().devices
+        for name, peak in live.read_peaks().items():
+            if name in devices:
+                devices[name].reserved_peak = peak.reserved_peak
+        return devices
 
     def breakdown(self) -> dict[str, dict[str, int]]:
         """Returns the live bytes of the test, as `Session.breakdown` does.

@@ -27,24 +27,38 @@ class Limit:
         category: count this category only.
         module: count this module and those inside it only.
         phase: use the peak of this phase.
+        reserved: limit the largest bytes that torch has reserved from a GPU, instead of requested bytes.
     """
 
     size: int
     category: str | None = None
     module: str | None = None
     phase: str | None = None
+    reserved: bool = False
 
     @classmethod
     def parse(
-        cls, limit: str | int, *, category: str | None = None, module: str | None = None, phase: str | None = None
+        cls,
+        limit: str | int,
+        *,
+        category: str | None = None,
+        module: str | None = None,
+        phase: str | None = None,
+        reserved: bool = False,
     ) -> "Limit":
         """Parses a limit such as "1.2 GB". Raises MemprofError if it is not a size, is 0, or a filter is invalid."""
         check_filters(category, module, phase)
-        return cls(_positive(limit), category, module, phase)
+        if reserved and (category or module or phase):
+            raise MemprofError("torch reserves memory for all uses: limit the reserved bytes without any other filter")
+        return cls(_positive(limit), category, module, phase, reserved)
 
     def check(self, devices: Mapping[str, Device]) -> str | None:
         """Returns a message if a device exceeds the limit: by how much, and in which categories and modules."""
         for name, device in devices.items():
+            if self.reserved:
+                if message := self._check_reserved(name, device):
+                    return message
+                continue
             used, sizes, modules, where = select(device, self.category, self.module, self.phase)
             if used > self.size:
                 subject = " of ".join(filter(None, [self.category, self.module])) or "memory"
@@ -58,6 +72,17 @@ class Limit:
                     ]
                 )
         return None
+
+    def _check_reserved(self, name: str, device: Device) -> str | None:
+        peak = device.reserved_peak
+        if peak is None or peak.bytes <= self.size:
+            return None
+        requested = device.peak.requested_bytes
+        return (
+            f"{format_bytes(peak.bytes)} ({peak.bytes} bytes) reserved on {name} in {peak.phase} of step {peak.step}, "
+            f"which is {format_bytes(peak.bytes - self.size)} more than the limit of {format_bytes(self.size)} "
+            f"({self.size} bytes); at most {format_bytes(requested)} were requested"
+        )
 
 
 def check_filters(category: str | None, module: str | None, phase: str | None) -> None:

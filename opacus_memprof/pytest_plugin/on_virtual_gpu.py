@@ -111,8 +111,6 @@ class Fits:
         Raises:
             MemprofError: the test has allocated nothing on the GPU.
         """
-        import torch
-
         name = find_gpu(self.gpu).name
         for device in devices.values():
             if device.out_of_memory:
@@ -123,8 +121,8 @@ class Fits:
                 )
         if not any(device.peak.requested_bytes for key, device in devices.items() if key.startswith("cuda")):
             raise MemprofError("fits: the test has allocated nothing on the GPU: let it train on cuda")
-        for key, device in devices.items():
-            reserved = torch.cuda.max_memory_reserved(key) if key.startswith("cuda") else 0
+        for device in devices.values():
+            reserved = 0 if device.reserved_peak is None else device.reserved_peak.bytes
             if self.below is not None and reserved > self.below:
                 sizes = sorted(device.peak.categories.items(), key=lambda pair: -pair[1])[:_TOP]
                 rows = [f"  {format_bytes(size):>11}  {category}" for category, size in sizes if size]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from opacus_memprof.pytest_plugin.lifecycle import Memprof
 
 _MARKERS = (
-    'limit_gpu_memory(limit, category=None, module=None, phase=None): fail above this peak, such as "1.2 GB"; '
-    "of a category, of a module and those inside it, or in a phase",
+    "limit_gpu_memory(limit, category=None, module=None, phase=None, reserved=False): fail above this peak, such as "
+    '"1.2 GB"; of a category, of a module and those inside it, or in a phase; or above this largest reserved memory',
     'limit_gpu_leaks(limit): fail when more than this, such as "1 MB", outlives the test and its fixtures',
     "memprof_isolated: run the test in a new process",
     'fits(gpu, below=None): run the test on a virtual GPU of this kind, such as "h100", in a new process; fail when '

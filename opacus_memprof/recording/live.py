@@ -17,7 +17,7 @@ import torch
 from opacus_memprof.profiles.categories import PARTS, add_parts
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import DeviceCount, LiveDevice, LiveMemory, LivePeak, Snapshot
-from opacus_memprof.profiles.profile import HookedActivations, Sizes
+from opacus_memprof.profiles.profile import HookedActivations, ReservedPeak, Sizes
 from opacus_memprof.recording import native
 
 
@@ -38,6 +38,7 @@ def read_live() -> LiveMemory:
                 phase=counts["phase"],
                 categories=add_parts(counts["categories"]),
                 activation_hooks=hooked_activations(counts["categories"]),
+                reserved_peak=_reserved_peak(counts),
             )
             for name, counts in counters["devices"].items()
         },
@@ -64,6 +65,7 @@ def read_peaks() -> dict[str, LivePeak]:
             phase=counts["phase"],
             categories=add_parts(counts["categories"]),
             activation_hooks=hooked_activations(counts["categories"]),
+            reserved_peak=_reserved_peak(counts),
         )
         for name, counts in native.peaks().items()
     }
@@ -72,6 +74,11 @@ def read_peaks() -> dict[str, LivePeak]:
 def hooked_activations(counted: Mapping[str, int]) -> HookedActivations:
     """Returns the parts of activation_hooks, from bytes by the counters' categories."""
     return HookedActivations(**{part: counted.get(category, 0) for category, part in PARTS.items()})
+
+
+def _reserved_peak(counts: Mapping[str, Any]) -> ReservedPeak | None:
+    peak = counts.get("reserved_peak")
+    return None if peak is None or peak["bytes"] is None else ReservedPeak(**peak)
 
 
 def _known(size: int) -> int | None:

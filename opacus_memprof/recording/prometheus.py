@@ -29,6 +29,9 @@ class _Metrics(Collector):
             "opacus_memprof_memory_bytes", "Requested bytes that are live now.", labels=["device", "category"]
         )
         peak = GaugeMetricFamily("opacus_memprof_peak_bytes", "Highest requested bytes so far.", labels=["device"])
+        reserved = GaugeMetricFamily(
+            "opacus_memprof_reserved_peak_bytes", "Highest reserved bytes so far.", labels=["device"]
+        )
         phase = GaugeMetricFamily(
             "opacus_memprof_phase", "1 for the phase of the newest allocation.", labels=["device", "phase"]
         )
@@ -36,9 +39,11 @@ class _Metrics(Collector):
             for category, size in device.categories.items():
                 live.add_metric([name, category], size)
             peak.add_metric([name], device.peak_bytes)
+            if device.reserved_peak is not None:
+                reserved.add_metric([name], device.reserved_peak.bytes)
             for phase_name in core.BUILTIN_PHASES:
                 phase.add_metric([name, phase_name], phase_name == device.phase)
-        yield from (live, peak, phase)
+        yield from (live, peak, reserved, phase)
         yield GaugeMetricFamily("opacus_memprof_steps", "Calls of optimizer.step that ended.", reading.step)
         yield GaugeMetricFamily(
             "opacus_memprof_logical_steps", "Steps of the privacy accountant that ended.", reading.logical_step

@@ -22,6 +22,8 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
     """Prints the differences of two profiles, and the messages of analysis.diff.exceeded_limits."""
     for name, device in diff.devices.items():
         console.print(f"[bold]{escape(name)}[/]: {escape(_headline(device))}", highlight=False)
+        if reserved := _reserved(device):
+            console.print(escape(reserved), highlight=False)
         for title, columns, rows in _tables(device):
             table = table_of(title, columns[:3], columns[3:])
             for first, *rest in rows:
@@ -45,6 +47,8 @@ def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
     parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
     for name, device in diff.devices.items():
         parts.append(f"**{_escape_markdown(name)}**: {_escape_markdown(_headline(device))}")
+        if reserved := _reserved(device):
+            parts.append(_escape_markdown(reserved))
         for title, columns, rows in _tables(device):
             table = _markdown_table(title, columns, rows)
             parts.append(table if title == "category" else _fold(f"By {title}", table))
@@ -54,15 +58,30 @@ def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
 
 def _headline(device: DeviceDiff) -> str:
     old, new = device.before, device.after
-    sizes = f"{format_bytes(old.requested_bytes)} → {format_bytes(new.requested_bytes)}"
-    if not device.total:
+    change = _change(old.requested_bytes, new.requested_bytes)
+    return f"peak {change}, in {_moments((old.phase, old.step), (new.phase, new.step))}"
+
+
+def _reserved(device: DeviceDiff) -> str:
+    """Returns the difference between the most reserved bytes of the two runs, or "" if one is unknown."""
+    old, new = device.before.reserved_peak, device.after.reserved_peak
+    if old is None or new is None:
+        return ""
+    moments = _moments((old.phase, old.step), (new.phase, new.step))
+    return f"largest reserved {_change(old.bytes, new.bytes)}, in {moments}"
+
+
+def _change(before: int, after: int) -> str:
+    if before == after:
         change = "no change"
     else:
-        before = old.requested_bytes
-        change = format_signed_bytes(device.total) + (f", {100 * device.total / before:+.1f} %" if before else "")
-    times = [format_moment(moment.phase, moment.step) for moment in (old, new)]
-    where = times[0] if times[0] == times[1] else f"{times[0]} → {times[1]}"
-    return f"peak {sizes} ({change}), in {where}"
+        change = format_signed_bytes(after - before) + (f", {100 * (after - before) / before:+.1f} %" if before else "")
+    return f"{format_bytes(before)} → {format_bytes(after)} ({change})"
+
+
+def _moments(before: tuple[str, int], after: tuple[str, int]) -> str:
+    times = [format_moment(*moment) for moment in (before, after)]
+    return times[0] if times[0] == times[1] else " → ".join(times)
 
 
 def _tables(device: DeviceDiff) -> Iterator[Table]:

@@ -5,7 +5,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
+from opacus_memprof.analysis.verdict_view import select_suggestions
+from opacus_memprof.profiles.oom_report import LeftBehind, OomReport
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
 from opacus_memprof.reports.html.page_builder import build_page
@@ -115,14 +116,8 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
         console.print(f"\n[yellow]{format_bytes(leftovers.bytes)} were left behind by {what}[/]", highlight=False)
 
 
-def select_suggestions(suggestions: list[SuggestedChange]) -> list[SuggestedChange]:
-    """Returns the first suggestions that fit or, if none fits, the most effective ones."""
-    fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
-    return (fitting or suggestions)[:_TOP_SUGGESTIONS]
-
-
 def _print_suggestions(report: OomReport, console: Console) -> None:
-    shown = select_suggestions(report.suggestions)
+    shown = select_suggestions(report.suggestions)[:_TOP_SUGGESTIONS]
     if not shown:
         console.print("\nNo known change would make it fit.")
     for number, suggestion in enumerate(shown, 1):

@@ -15,11 +15,10 @@ from rich.table import Table
 
 from opacus_memprof.analysis.job_view import JobView
 from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first
-from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PRIVATE
+from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Finding, virtual_mark
-from opacus_memprof.profiles.units import format_bytes, format_count, format_moment, format_share, shorten_name
-from opacus_memprof.reports.oom import select_suggestions
+from opacus_memprof.profiles.units import format_bytes, format_count, format_share, shorten_name
 from opacus_memprof.reports.text import (
     bar,
     print_check,
@@ -30,10 +29,10 @@ from opacus_memprof.reports.text import (
     table_of,
 )
 
-_FIXES = 3
 _CATEGORIES = 5
 _MODULES = 5
-_MATERIAL = 0.1  # the fraction of the peak above which per-sample gradients justify another mode
+_OUTCOME_STYLE = {"failed": "bold red", "fits": "bold green", "peak": "bold"}
+_EFFECT_STYLE = {"too large": "yellow", "fits tightly": "yellow", "fails": "red"}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -110,8 +109,10 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
             console.print(f"[bold magenta]{escape(view.virtual_mark)}[/]", highlight=False)
         if not view.devices:
             console.print("No memory was allocated on a device that was profiled.")
-        for name, device in view.devices.items():
-            _print_peak(name, device, console)
+        for device, verdict in zip(view.devices.values(), view.verdicts, strict=True):
+            print_verdict(verdict, console)
+            if device.failure:
+                console.print(f"[red]out of memory:[/] {escape(device.failure)}", highlight=False)
     _print_findings(profile.findings, console)
     if failed is None:
         for device in view.devices.values():
@@ -126,75 +127,36 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
 
 def print_failure(report: OomReport, console: Console) -> None:
     """Prints the first screen of a failed allocation: the missing memory, changes that fit, and the live memory."""
-    request = report.request
-    moment = format_moment(request.phase, request.step, request.logical_step)
-    what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
-    console.print(f"[bold red]OUT OF MEMORY[/] in {escape(moment)}, {escape(report.device)}", highlight=False)
-    console.print(f"{format_bytes(request.bytes)} of {escape(what)} failed", highlight=False)
     if mark := virtual_mark(report.virtual):
         console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
-    console.print(f"[bold]{' · '.join(_needs(report))}[/]", highlight=False)
-    _print_suggestions(report, console)
+    print_verdict(failure_verdict(report), console)
     _print_held("HELD AT THE FAILURE", report.holders.categories, report.live_bytes, console)
     _print_modules(_sizes_of(report.holders.modules), console, count=3)
 
 
-def _needs(report: OomReport) -> list[str]:
-    """Returns the memory that the step needs, and the available memory with this run's rounding and fragments."""
-    room, needed = report.room, report.needed.bytes
-    parts = [f"needs {format_bytes(needed)}"]
-    usable = next((x for x in (room.capacity_bytes, room.may_reserve_bytes, room.limit_bytes) if x is not None), None)
-    if usable is not None:
-        parts.append(f"room for {format_bytes(usable)}")
-        if needed > usable:
-            parts.append(f"short by {format_bytes(needed - usable)}")
-    return parts
-
-
-def _print_suggestions(report: OomReport, console: Console) -> None:
-    shown = select_suggestions(report.suggestions)[:_FIXES]
-    console.print()
-    if not shown:
-        console.print("No known change would make it fit.")
+def print_verdict(verdict: VerdictView, console: Console) -> None:
+    """Prints the verdict on a device, and what to change first."""
+    style = _OUTCOME_STYLE[verdict.outcome]
+    console.print(f"[{style}]{escape(verdict.headline)}[/] {escape(verdict.where)}", highlight=False)
+    for label, text in verdict.lines:
+        console.print(f"[bold]{label}[/] {escape(text)}" if label else escape(text), highlight=False)
+    if not verdict.fixes:
+        if verdict.outcome == "failed":
+            console.print(f"\n{escape(verdict.heading)}")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column()
-    table.add_column("FIX", overflow="fold", ratio=1)
+    table.add_column(escape(verdict.heading), overflow="fold", ratio=1)
     for column in ("PEAK", "", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for number, each in enumerate(shown, 1):
-        fits = {True: "[green]fits[/]", False: "[yellow]too large[/]", None: ""}[each.fits]
-        fits = "[yellow]fits tightly[/]" if each.is_tight else fits
-        table.add_row(str(number), escape(each.title), format_bytes(each.predicted_peak_bytes), fits, "predicted")
+    for number, fix in enumerate(verdict.fixes, 1):
+        effect = f"[{_EFFECT_STYLE.get(fix.effect, 'green')}]{escape(fix.effect)}[/]"
+        title = escape(fix.title) + (f"\n[dim]{escape(fix.note)}[/]" if fix.note else "")
+        table.add_row(str(number), title, escape(fix.peak), effect, escape(fix.evidence))
+    console.print()
     console.print(table)
-    for line in shown[0].code.splitlines():  # whole, so that it can be copied
+    for line in verdict.fixes[0].code.splitlines():  # whole, so that it can be copied
         console.print(f"   {escape(line)}", style="cyan", highlight=False, soft_wrap=True)
-
-
-def _print_peak(name: str, view: DeviceView, console: Console) -> None:
-    peak = view.device.peak
-    reserved = "" if peak.reserved_bytes is None else f" · {format_bytes(peak.reserved_bytes)} reserved then"
-    console.print(
-        f"[bold]PEAK {view.peak_size}[/] in {escape(view.peak_moment)}, on {escape(name)}{reserved}", highlight=False
-    )
-    if view.failure:
-        console.print(f"[red]out of memory:[/] {escape(view.failure)}", highlight=False)
-    private = {category: size for category, size in peak.categories.items() if category in PRIVATE}
-    if ACTIVATION_HOOKS in private:
-        private[ACTIVATION_HOOKS] = peak.activation_hooks.opacus_only
-    if cost := sum(private.values()):
-        most = ", ".join(f"{category} {format_bytes(size)}" for category, size in largest_first(private)[:2])
-        share = format_share(cost, peak.requested_bytes)
-        console.print(
-            f"[bold]WHAT PRIVACY COSTS[/] {format_bytes(cost)} of it, {share}: {escape(most)}", highlight=False
-        )
-    gradients = peak.categories.get("per_sample_gradients", 0)
-    if gradients > _MATERIAL * peak.requested_bytes:
-        console.print(
-            f'[bold]COULD BE[/] up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip", which forms '
-            "no per-sample gradients",
-            highlight=False,
-        )
 
 
 def _print_findings(findings: Sequence[Finding], console: Console) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from opacus_memprof.analysis.live import RunningDevice, RunningProfile
 from opacus_memprof.analysis.profile_view import groups_of, parts_of
 from opacus_memprof.profiles.profile import virtual_mark
-from opacus_memprof.profiles.units import format_bytes, shorten_name
+from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
 from opacus_memprof.reports.text import bar, table_of
 
 _TOP_MODULES = 8
@@ -51,6 +51,10 @@ def _device(name: str, device: RunningDevice) -> list[RenderableType]:
             f"peak {format_bytes(peak)} in step {device.peak_step}"
         )
     ]
+    if device.reserved_peak is not None:
+        reserved = device.reserved_peak
+        moment = format_moment(reserved.phase, reserved.step)
+        parts.append(Text(f"largest reserved {format_bytes(reserved.bytes)} in {moment}", "dim"))
     if trend := _trend(device.step_ends, device.bytes_per_step):
         parts.append(Text(trend, "dim"))
     if categories := parts_of(device.categories, requested):

@@ -48,6 +48,10 @@ class Result:
             self.live_at_end = live.read_breakdown()
         with contain("reading the peaks"):
             self._peaks = live.read_peaks()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with contain("reading what the GPU is"):
+                properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+                observations.layer_shapes().multiprocessors = properties.multi_processor_count
         with contain("reading what the hooks have recorded"):
             self._facts = observations.recorded()
         with contain("reading how many events were written"):
@@ -70,6 +74,7 @@ class Result:
             warnings=self._all_warnings(),
             facts=self._facts,
             virtual=virtual_gpu.describe_run(),
+            shapes=None if status == "out_of_memory" else observations.layer_shapes(),
         )
         write_profile(profile, self._directory)
         self.profile = profile

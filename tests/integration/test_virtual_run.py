@@ -78,7 +78,7 @@ def test_a_training_leaves_the_profile_of_a_real_run(trained: tuple[Path, Comple
     device = profile["devices"]["cuda:0"]
     peak, clip = device["peak"], device["phases"]["clip"]["categories"]
     assert sum(peak["categories"].values()) == peak["requested_bytes"] == counted["requested"]
-    assert peak["reserved_bytes"] == counted["reserved"]
+    assert peak["reserved_bytes"] == device["reserved_peak"]["bytes"] == counted["reserved"]
     assert [snapshot["remainder"] for snapshot in device["snapshots"]] == [0]
     layers = [Linear("float32", 8, 16, 32), Linear("float32", 8, 32, 32)]
     weights = 4 * sum(parameter.numel for layer in layers for parameter in layer.parameters)
@@ -133,6 +133,60 @@ def test_what_was_not_known_is_named_with_its_line(tmp_path: Path) -> None:
     assert f"nonzero at {program}:9 took its shape or its indices from values" in warned[1]
     for warning in warned:
         assert warning in completed.stdout
+
+
+RESERVES = """
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def hold(mib):
+    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+
+def fragments(*gradients):
+    if step == 1:
+        hold(100)
+        kept = hold(60), hold(45)  # the second does not fit into the 40 MiB that remain of the 100
+
+def whole(*inputs):
+    if step == 2:
+        hold(130)
+
+model = nn.Sequential(nn.Linear(16, 8)).cuda()
+model[0].register_full_backward_hook(fragments)
+model[0].register_forward_hook(whole)
+data = TensorDataset(torch.randn(32, 16), torch.randint(8, (32,)))
+model, optimizer, loader = PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+)
+counted = 0
+for step, (features, labels) in enumerate(loader):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(features.cuda()), labels.cuda()).backward()
+    optimizer.step()
+    counted = max(counted, torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+print(counted)
+"""
+
+
+def test_the_largest_reserved_memory_is_of_the_whole_run(tmp_path: Path) -> None:
+    """The step with the highest requested memory reserves less than an earlier one, whose fragments it lacks."""
+    completed = of_script(tmp_path, RESERVES)
+    assert completed.returncode == 0, completed.stderr
+    counted = int(completed.stdout.partition("\n")[0])
+    device = profile_of(tmp_path / "out")["devices"]["cuda:0"]
+    assert (device["peak"]["phase"], device["peak"]["step"]) == ("forward", 2)
+    assert device["reserved_peak"] == {"bytes": counted, "step": 1, "phase": "backward"}
+    assert device["peak"]["reserved_bytes"] < counted - (8 << 20)
+    shown = f"LARGEST RESERVED {counted / 2**20:.2f} MiB in backward of step 1"
+    assert shown in completed.stdout
+    assert shown in report(tmp_path / "out")
+    (tmp_path / "out" / "profile.json").unlink()  # as of a process that was killed
+    assert shown in python("-m", "opacus_memprof", "report", tmp_path / "out").stdout
 
 
 CONV1D = """

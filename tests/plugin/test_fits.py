@@ -24,6 +24,18 @@ def test_at_the_limit():
 def test_above_the_limit():
     hold(64)
 
+@pytest.mark.fits("a100-40")
+@pytest.mark.limit_gpu_memory(64 * MIB, reserved=True)
+def test_reserves_as_much():
+    hold(64)
+
+@pytest.mark.fits("a100-40")
+@pytest.mark.limit_gpu_memory(64 * MIB, reserved=True)
+def test_reserves_more():
+    held = hold(64)
+    del held
+    hold(65)  # is requested alone, and reserved beside the first
+
 @pytest.mark.fits("t4", below="1 TB")
 def test_that_runs_out():
     hold(16 * 1024)
@@ -55,11 +67,13 @@ def test_what_fits(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmemprof_virtual_memory = 3 GiB")
     pytester.makepyfile(test_it=TESTS)
     result = pytester.runpytest_subprocess(*LOAD, "-W", "ignore")
-    result.assert_outcomes(passed=2, failed=4)
+    result.assert_outcomes(passed=3, failed=5)
     result.stdout.fnmatch_lines_random(
         [
             "fits: 64.00 MiB (67108864 bytes) reserved on a virtual NVIDIA A100-SXM4-40GB, which is 1 B more than *",
             "*unattributed",
+            "limit_gpu_memory: 130.00 MiB (*) reserved on cuda:0 in idle of step 0, which is 66.00 MiB more than *; "
+            "at most 65.00 MiB were requested",
             "*OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB*",
             "fits: memory of the virtual Tesla T4 ran out, at 16.00 GiB of * in *, which the test has caught",
             "fits: the test has allocated nothing on the GPU: let it train on cuda",

@@ -50,7 +50,8 @@ def _live_peak(directory: Path) -> dict[str, LivePeak]:
     peak = build_profile(directory, status="failed", exit_code=1)["devices"]["cuda:0"]["peak"]
     size = peak["requested_bytes"]
     allocator = {"counted_bytes": size, "allocated_bytes": size + 512, "reserved_bytes": size + 2**20}
-    return {"cuda:0": a_live_peak(requested_bytes=size, **allocator)}
+    reserved = {"bytes": size + 2**22, "step": 0, "phase": "forward"}
+    return {"cuda:0": a_live_peak(requested_bytes=size, **allocator, reserved_peak=reserved)}
 
 
 def half_of(profile: Profile) -> Profile:

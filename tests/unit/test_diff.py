@@ -14,6 +14,8 @@ from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_li
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.difference import Diff
+from opacus_memprof.profiles.profile import Profile, ReservedPeak
 from opacus_memprof.reports.diff import diff_markdown, print_diff
 
 KIB = 1024
@@ -36,11 +38,27 @@ def new_file() -> EventFile:
     return file.add("alloc", 0x4000, 40 * KIB, "per_sample_gradients", module="fc", phase="noise")
 
 
-def profile_in(directory: Path, file: EventFile, **fields: Any) -> dict[str, Any]:
+def profile_in(directory: Path, file: EventFile, **fields: Any) -> Profile:
     directory.mkdir(exist_ok=True)
     profile = build_profile(file.write(directory), **{"status": "finished", "exit_code": 0, **fields})
     write_profile(profile, directory)
     return profile
+
+
+def test_the_largest_reserved_memory(tmp_path: Path) -> None:
+    profiles = [profile_in(tmp_path / name, file) for name, file in (("old", old_file()), ("new", new_file()))]
+    assert "reserved" not in printed(diff_profiles(*profiles))
+    for profile, size in zip(profiles, (200, 150), strict=True):
+        profile.devices["cuda:0"].reserved_peak = ReservedPeak(bytes=size * KIB, step=2, phase="noise")
+    sentence = "largest reserved 200.00 KiB → 150.00 KiB (-50.00 KiB, -25.0 %), in noise of step 2"
+    assert sentence in printed(diff_profiles(*profiles))
+    assert sentence in diff_markdown(diff_profiles(*profiles)).replace("\\", "")
+
+
+def printed(diff: Diff) -> str:
+    stream = io.StringIO()
+    print_diff(diff, Console(file=stream, width=200))
+    return stream.getvalue()
 
 
 @pytest.fixture

@@ -38,6 +38,8 @@ def test_the_peaks_figures_are_the_profiles(open_page: Open, trained: tuple[Path
     assert report.bytes('[data-figure="peak"]') == [peak["requested_bytes"]]
     assert report.bytes('[data-figure="allocated"]') == [peak["requested_bytes"] + 512]
     assert report.bytes('[data-figure="reserved"]') == [peak["requested_bytes"] + 2**20]
+    assert report.bytes('[data-figure="largest reserved"]') == [peak["requested_bytes"] + 2**22]
+    assert "in forward of step 0" in report.texts('[data-figure="largest reserved"]')[0]
     assert report.bytes('[data-figure="live at the end"]') == [profile["devices"]["cuda:0"]["end_bytes"]]
 
     rows = {row[0]: int(row[1]) for row in report.rows("Bytes by category at the peak")}

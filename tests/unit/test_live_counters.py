@@ -13,8 +13,10 @@ NAMED = {"activation_hooks": 90, "noise": 0, "forward_undecided": 10}
 
 
 def test_what_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = {"requested_bytes": 100, "peak_bytes": 150, "phase": "clip", "categories": HELD}
-    empty = {**device, "requested_bytes": 0, "categories": {"noise": 0}}
+    reserved = {"bytes": 512, "step": 1, "phase": "forward"}
+    device = {"requested_bytes": 100, "peak_bytes": 150, "phase": "clip", "categories": HELD, "reserved_peak": reserved}
+    unknown = {"bytes": None, "step": 0, "phase": "idle"}
+    empty = {**device, "requested_bytes": 0, "categories": {"noise": 0}, "reserved_peak": unknown}
     counters = {"unix_ns": 5, "step": 3, "logical_step": 2, "devices": {"cuda:0": device, "cuda:1": empty}}
     monkeypatch.setattr(native, "counters", lambda: counters)
     monkeypatch.setenv("RANK", "3")
@@ -27,7 +29,9 @@ def test_what_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
         "phase": "clip",
         "categories": NAMED,
         "activation_hooks": {"shared_with_autograd": 70, "opacus_only": 20},
+        "reserved_peak": {"bytes": 512, "step": 1, "phase": "forward"},
     }
+    assert found.devices["cuda:1"].reserved_peak is None
     assert live.read_breakdown() == {"cuda:0": {"activation_hooks": 90, "forward_undecided": 10}}
     monkeypatch.delenv("RANK")
     assert live.read_live().rank is None

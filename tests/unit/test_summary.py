@@ -87,6 +87,35 @@ def test_per_sample_gradients_lead_to_flash_clip() -> None:
     assert 'COULD BE up to 12.00 MiB less with grad_sample_mode="flash_clip"' in text
 
 
+def test_predicted_changes_stand_before_the_tables() -> None:
+    """The lowest peak first, with what it saves, and the first change's code as a whole."""
+    code = 'opacus_memprof.PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")  # a line of 90 characters'
+    improvements = [
+        {"title": 'grad_sample_mode="flash_clip"', "predicted_peak_bytes": 8 * MIB, "code": code, "needs_edit": False},
+        {"title": "checkpoints", "predicted_peak_bytes": 15 * MIB, "code": "checkpoint(block)", "needs_edit": True},
+    ]
+    profile = private_profile()
+    device = a_device(
+        peak=profile.devices["cpu"].peak, improvements=[{**each, "computed": ""} for each in improvements]
+    )
+    shown = lines(print_summary, view_profile(a_profile(devices={"cpu": device})))
+    heading = next(i for i, line in enumerate(shown) if "COULD BE" in line)
+    assert shown[heading + 1].split() == ["1", 'grad_sample_mode="flash_clip"', "8.00", "MiB", "-60", "%", "predicted"]
+    assert shown[heading + 2].split() == ["2", "checkpoints", "15.00", "MiB", "-25", "%", "needs", "an", "edit"]
+    assert shown[heading + 3] == f"   {code}"
+    assert heading + 3 < next(i for i, line in enumerate(shown) if line.startswith("AT THE PEAK"))
+    assert "up to" not in "\n".join(shown)
+
+
+def test_the_largest_reserved_memory_of_the_run_stands_beside_the_peak() -> None:
+    def line(**reserved: Any) -> str:
+        device = a_device(peak=a_peak(requested_bytes=MIB, step=1, phase="clip"), reserved_peak=reserved)
+        return lines(print_summary, view_profile(a_profile(devices={"cuda:0": device})))[2]
+
+    assert line(bytes=3 * MIB, step=0, phase="forward") == "LARGEST RESERVED 3.00 MiB in forward of step 0"
+    assert line(bytes=3 * MIB, step=1, phase="clip") == "LARGEST RESERVED 3.00 MiB"
+
+
 def test_a_run_without_privacy_has_no_costs() -> None:
     peak = a_peak(requested_bytes=MIB, categories={"activations": MIB})
     text = "\n".join(lines(print_summary, view_profile(a_profile(devices={"cpu": a_device(peak=peak)}))))

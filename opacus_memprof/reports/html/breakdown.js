@@ -16,6 +16,10 @@ function peakFigures({ device }) {
   if (peak.reserved_bytes !== null) {
     figures.push(["reserved", bytes(peak.reserved_bytes), "taken from the device then"]);
   }
+  if (device.reserved_peak) {
+    const { bytes: most, phase, step } = device.reserved_peak;
+    figures.push(["largest reserved", bytes(most), `in ${words(phase)} of step ${step}, of the whole run`]);
+  }
   const items = figures.map(([name, value, note]) =>
     element("div", { "data-figure": name }, element("dt", {}, name), element("dd", {}, value), element("p", {}, note)),
   );

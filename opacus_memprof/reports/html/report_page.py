@@ -169,6 +169,7 @@ def _device(view: DeviceView, timeline: dict[str, Any], start: int, share: float
         "out_of_memory_left_out": len(device.out_of_memory) - len(failures),
         "timeline": timeline,
         "end_bytes": device.end_bytes,
+        "reserved_peak": device.reserved_peak,
     }
 
 

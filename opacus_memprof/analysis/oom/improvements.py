@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the peak that a run, which had enough memory, would have after changes of the program.
+
+The prediction is that of a failed allocation: the peak is read as if the run had ended there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.oom.advice import changes, waste
+from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
+from opacus_memprof.analysis.oom.capacity import DeviceMemory
+from opacus_memprof.analysis.oom.estimate import estimate_step
+from opacus_memprof.analysis.oom.failure import BlockGroup, Failure
+from opacus_memprof.analysis.oom.history import read_history
+from opacus_memprof.analysis.oom.leftovers import Leftovers
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.oom_report import needs_edit
+from opacus_memprof.profiles.profile import Device, Improvement, Peak, PhasePeak
+
+_WORTHWHILE = 0.02  # of the peak
+# They change neither the result of the training nor its batch.
+_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
+    waste.drop_unused_gradients,
+    waste.set_gradients_to_none,
+    changes.norms_without_squares,
+    changes.adopted_samples,
+    changes.another_mode,
+    changes.checkpoints,
+)
+_OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
+
+
+def find_improvements(
+    name: str, device: Device, replayed: Mapping[str, Any], names: Names, shapes: TrainingShapes
+) -> list[Improvement]:
+    """Returns changes that lower the peak, the lowest predicted peak first. Nothing if no training was followed.
+
+    Args:
+        name: the device, such as "cuda:0".
+        device: its entry in profile.json.
+        replayed: its entry in core.replay's result.
+        names: translates ids.
+        shapes: what is being trained.
+    """
+    peak = device.peak
+    if not device.steps or not peak.modules:
+        return []
+    failure = _peak_as_failure(name, peak)
+    history = read_history(replayed, names, device.steps[-1].step + 1)
+    nothing = Leftovers()
+    step = estimate_step(failure, shapes, history, nothing)
+    if step is None:
+        return []
+    samples = shapes.batch_size_in(peak.step)
+    case = Case(failure, shapes, history, DeviceMemory(capacity=None), step, samples, nothing)
+    floor = max(
+        (_without_privacy(device.phases[phase]) for phase in ("setup", "idle") if phase in device.phases), default=0
+    )
+    found = [
+        Improvement(each.title, each.code, max(each.peak, floor), each.computed, needs_edit(each.actions))
+        for adviser in _ADVISERS
+        for each in adviser(case)
+    ]
+    worthwhile = [each for each in found if each.predicted_peak_bytes < (1 - _WORTHWHILE) * peak.requested_bytes]
+    return sorted(worthwhile, key=lambda each: each.predicted_peak_bytes)
+
+
+def _without_privacy(instant: PhasePeak) -> int:
+    """Returns the bytes of an instant between the phases of a step that no other mode could free."""
+    return instant.peak_bytes - sum(instant.categories.get(category, 0) for category in _OF_PRIVACY)
+
+
+def _peak_as_failure(name: str, peak: Peak) -> Failure:
+    """Reads the peak as if an allocation of no bytes had failed there."""
+    largest: dict[tuple[str, str], int] = {}
+    for block in peak.largest_blocks:
+        key = block.module, block.category
+        largest[key] = max(largest.get(key, 0), block.bytes)
+    groups = [
+        BlockGroup(
+            bytes=size,
+            blocks=1,
+            largest=largest.get((module, category), size),
+            category=category,
+            module=module,
+            op="",
+            phase=peak.phase,
+            step=peak.step,
+        )
+        for module, sizes in peak.modules.items()
+        for category, size in sizes.items()
+    ]
+    return Failure(
+        number=0,
+        device=name,
+        requested=0,
+        category="unattributed",
+        module="",
+        op="",
+        phase=peak.phase,
+        step=peak.step,
+        logical_step=peak.logical_step or 0,
+        unix_ns=peak.unix_ns,
+        block_groups=tuple(sorted(groups, key=lambda group: -group.bytes)),
+        upstream={},
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepares what people see first: the verdict on a run, and what to change. Every output shows the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PRIVATE
+from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange, needs_edit
+from opacus_memprof.profiles.profile import Device, Improvement, Peak
+from opacus_memprof.profiles.units import format_bytes, format_moment, format_share
+
+_MOST_FIXES = 3
+_EVIDENCE = {False: "predicted", True: "needs an edit"}
+_MATERIAL = 0.1  # the fraction of the peak above which per-sample gradients justify another mode
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change of the program, and the peak with it.
+
+    Attributes:
+        title: the change, for people. `code`: the same as code, to be copied.
+        peak: the peak.
+        effect: "fits", "fits tightly", "too large", "fails", or by how much the peak falls; "" if it is unknown.
+        evidence: "tried" on a virtual GPU, "predicted", or "needs an edit" of the program before it can be tried.
+        note: what else is known of it, such as the error with which the program failed.
+    """
+
+    title: str
+    code: str
+    peak: str
+    effect: str
+    evidence: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class VerdictView:
+    """The verdict on one device of a run, or on a plan.
+
+    Attributes:
+        outcome: "failed" if memory ran out, "fits" of a plan that does, or "peak".
+        headline: the verdict in capitals, such as "OUT OF MEMORY". `where` completes the sentence.
+        lines: further lines, each a label, which may be "", and a text.
+        heading: of the fixes; without one of a failure, a sentence that says so.
+        fixes: at most three.
+    """
+
+    outcome: Literal["failed", "fits", "peak"]
+    headline: str
+    where: str
+    lines: Sequence[tuple[str, str]]
+    heading: str
+    fixes: Sequence[Fix]
+
+
+def device_verdict(name: str, device: Device) -> VerdictView:
+    """Returns the verdict on a device that had enough memory: its peak, what privacy costs, and what could be.
+
+    Args:
+        name: the device, for people.
+        device: its entry in profile.json.
+    """
+    peak = device.peak
+    reserved = _describe_reserved(device)
+    lines = [("LARGEST RESERVED", reserved)] if reserved else []
+    lines += _cost_of_privacy(peak)
+    gradients = peak.categories.get("per_sample_gradients", 0)
+    if not device.improvements and gradients > _MATERIAL * peak.requested_bytes:
+        less = f'up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip"'
+        lines.append(("COULD BE", f"{less}, which forms no per-sample gradients"))
+    return VerdictView(
+        outcome="peak",
+        headline=f"PEAK {format_bytes(peak.requested_bytes)}",
+        where=f"in {format_moment(peak.phase, peak.step, peak.logical_step)}, on {name}",
+        lines=lines,
+        heading="COULD BE",
+        fixes=[_improvement(each, peak.requested_bytes) for each in device.improvements[:_MOST_FIXES]],
+    )
+
+
+def failure_verdict(report: OomReport) -> VerdictView:
+    """Returns the verdict on a failed allocation: the missing memory, and changes that fit."""
+    request = report.request
+    what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
+    moment = format_moment(request.phase, request.step, request.logical_step)
+    fixes = [_suggestion(each) for each in select_suggestions(report.suggestions)[:_MOST_FIXES]]
+    return VerdictView(
+        outcome="failed",
+        headline="OUT OF MEMORY",
+        where=f"in {moment}, {report.device}",
+        lines=[("", f"{format_bytes(request.bytes)} of {what} failed"), ("", " · ".join(_needs(report)))],
+        heading="FIX" if fixes else "No known change would make it fit.",
+        fixes=fixes,
+    )
+
+
+def select_suggestions(suggestions: Sequence[SuggestedChange]) -> Sequence[SuggestedChange]:
+    """Returns the suggestions that fit or, if none does, all of them."""
+    return [suggestion for suggestion in suggestions if suggestion.fits is not False] or suggestions
+
+
+def _describe_reserved(device: Device) -> str:
+    reserved, peak = device.reserved_peak, device.peak
+    if reserved is None:
+        return ""
+    then = (reserved.phase, reserved.step) == (peak.phase, peak.step)
+    return format_bytes(reserved.bytes) + ("" if then else f" in {format_moment(reserved.phase, reserved.step)}")
+
+
+def _cost_of_privacy(peak: Peak) -> list[tuple[str, str]]:
+    private = {category: size for category, size in peak.categories.items() if category in PRIVATE and size}
+    if ACTIVATION_HOOKS in private:
+        private[ACTIVATION_HOOKS] = peak.activation_hooks.opacus_only
+    cost = sum(private.values())
+    if not cost:
+        return []
+    largest = sorted(private.items(), key=lambda item: (-item[1], item[0]))[:2]
+    most = ", ".join(f"{category} {format_bytes(size)}" for category, size in largest if size)
+    share = format_share(cost, peak.requested_bytes)
+    return [("WHAT PRIVACY COSTS", f"{format_bytes(cost)} of it, {share}: {most}")]
+
+
+def _improvement(improvement: Improvement, peak: int) -> Fix:
+    size = improvement.predicted_peak_bytes
+    effect = f"-{100 * (1 - size / peak):.0f} %"
+    return Fix(improvement.title, improvement.code, format_bytes(size), effect, _EVIDENCE[improvement.needs_edit])
+
+
+def _suggestion(suggestion: SuggestedChange) -> Fix:
+    fits = {True: "fits", False: "too large", None: ""}[suggestion.fits]
+    fits = "fits tightly" if suggestion.is_tight else fits
+    peak = format_bytes(suggestion.predicted_peak_bytes)
+    return Fix(suggestion.title, suggestion.code, peak, fits, _EVIDENCE[needs_edit(suggestion.actions)])
+
+
+def _needs(report: OomReport) -> list[str]:
+    """Returns the memory that the step needs, and the available memory with this run's rounding and fragments."""
+    room, needed = report.room, report.needed.bytes
+    parts = [f"needs {format_bytes(needed)}"]
+    usable = next((x for x in (room.capacity_bytes, room.may_reserve_bytes, room.limit_bytes) if x is not None), None)
+    if usable is not None:
+        parts.append(f"room for {format_bytes(usable)}")
+        if needed > usable:
+            parts.append(f"short by {format_bytes(needed - usable)}")
+    return parts
