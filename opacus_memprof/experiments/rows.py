@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of results for summaries and pictures: one row per run."""
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import NamedTuple
 
 from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.experiments.configuration import MODES
 from opacus_memprof.experiments.files import read_results
-from opacus_memprof.experiments.grid import LABELS
+from opacus_memprof.experiments.grid import LABELS, Cell
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.profile import FailedAllocation, Finding, Groups, Peak, Sizes
 
 MB = 2**20
 
 SET_UP = ("model_loaded", "data_prepared", "fsdp_wrapped", "optimizer_set_up", "privacy_engine_set_up")
+_STATES = ("model_parameters", "buffers", "optimizer_states")
 # The phases of a training step, in order.
 OPERATIONS = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
@@ -181,6 +184,67 @@ def overhead(row: Row, vanilla: Row) -> Sizes:
     sizes, others = as_without_dp(row.bytes, row.shared_captures), vanilla.bytes
     changes = {category: sizes.get(category, 0) - others.get(category, 0) for category in {**sizes, **others}}
     return {category: change for category, change in changes.items() if change}
+
+
+Line = list[tuple[int, Row]]
+
+
+def varied_sizes(rows: Sequence[Row]) -> list[str]:
+    """Returns the sizes in Cell.varied that have more than one value."""
+    return [size for size in Cell.varied if len({size_of(row, size) for row in rows}) > 1]
+
+
+def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
+    """Returns the rows that differ only in `size`, as lines of (size, row) in ascending order. Rows need a peak."""
+    lines: dict[tuple[int, ...], Line] = defaultdict(list)
+    for row in rows:
+        if row.peak:
+            others = tuple(size_of(row, other) for other in Cell.varied if other != size)
+            lines[others].append((size_of(row, size), row))
+    return [sorted(line, key=lambda point: point[0]) for line in lines.values()]
+
+
+def size_of(row: Row, size: str) -> int:
+    """Returns one of the sizes in Cell.varied; no LoRA is rank 0."""
+    return int(row.result.config[size] or 0)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the peak grows with one size, between runs that differ in it alone: peak ~ size ** exponent.
+
+    Attributes:
+        size: one of Cell.varied.
+        smallest, largest: its values.
+        exponents: one for each group of such runs, ascending.
+        without_states: the same for the peak without parameters and optimizer states, where that is not nothing.
+    """
+
+    size: str
+    smallest: int
+    largest: int
+    exponents: list[float]
+    without_states: list[float]
+
+
+def growth(size: str, rows: Sequence[Row]) -> Growth | None:
+    """Returns the growth with a size, by least squares over logarithms; None if no two finished runs tell it."""
+    lines = [[point for point in line if point[0] and point[1].finished] for line in lines_over(size, rows)]
+    lines = [line for line in lines if len({value for value, _ in line}) > 1]
+    if not lines:
+        return None
+    values = [value for line in lines for value, _ in line]
+    totals = [[(value, row.total_bytes) for value, row in line] for line in lines]
+    rest = [
+        [(value, row.total_bytes - sum(row.bytes.get(name, 0) for name in _STATES)) for value, row in line]
+        for line in lines
+    ]
+    without_states = sorted(_exponent(line) for line in rest if all(size > 0 for _, size in line))
+    return Growth(size, min(values), max(values), sorted(map(_exponent, totals)), without_states)
+
+
+def _exponent(points: Sequence[tuple[int, int]]) -> float:
+    return linear_regression(*zip(*((math.log(value), math.log(size)) for value, size in points), strict=True)).slope
 
 
 OTHER = "other"

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary of results as text, and as a LaTeX table. MB are 2**20 bytes, as in the JSON."""
 
+import re
 import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
+from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.grid import LABELS
-from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, overhead
+from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
+from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.latex import escape
+from opacus_memprof.reports.summary import fold_modules
 
 _WIDE, _NARROW = 104, 80
 _MAX_BREAKDOWNS = 6  # with more runs, a terminal shows only the breakdown of the largest
 _TOP_FINDINGS = 3
+_LAYER = re.compile(r"^(.*?\.\d+|[^.]*).*$")  # up to the first number, or the first name
 
 
 def describe_outcome(row: Row) -> str:
@@ -43,7 +50,8 @@ def terminal_summary(rows: Sequence[Row], directory: Path) -> str:
 
 def _build_text(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
     vanilla = find_vanilla(rows)
-    lines = [*_overview(rows), "", *_findings(rows), *_failures(rows, root), "COMPONENT-LEVEL BREAKDOWN:", ""]
+    lines = [*_overview(rows), "", *_component_table(rows), *_growth(rows), *_findings(rows), *_failures(rows, root)]
+    lines += ["COMPONENT-LEVEL BREAKDOWN:", ""]
     for row in shown:
         lines += [f"{row.label}:", "-" * _NARROW, *_breakdown(row, vanilla), *_components(row), *_stages(row), ""]
     return "\n".join([*lines, *_environment_lines(rows)]) + "\n"
@@ -68,6 +76,58 @@ def _overview(rows: Sequence[Row]) -> list[str]:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _component_table(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each run with the memory of its components at the peak, the largest component first."""
+    sizes = {row.name: {name: sum(parts.values()) for name, parts in row.components.items()} for row in rows}
+    totals = Counter[str]()
+    for row in rows:
+        totals.update(sizes[row.name])
+    names = [name for name, size in totals.most_common() if size]
+    if not names:
+        return []
+    wide = max(30, *(len(row.label) + 2 for row in rows))
+    widths = [max(len(name) + 2, 12) for name in names]
+    lines = ["COMPONENTS AT THE PEAK, in MB:", ""]
+    lines.append(" " * wide + "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
+    for row in rows:
+        cells = [
+            f"{sizes[row.name].get(name, 0) / MB:>{width}.2f}" if row.components else f"{'-':>{width}}"
+            for name, width in zip(names, widths, strict=True)
+        ]
+        lines.append(f"{row.label:<{wide}}{''.join(cells)}")
+    return [*lines, ""]
+
+
+_SIZE_NAMES = {
+    "seq_length": "sequence length",
+    "batch_size": "batch size",
+    "max_physical_batch_size": "physical batch size",
+    "lora_rank": "LoRA rank",
+}
+
+
+def _growth(rows: Sequence[Row]) -> list[str]:
+    """Returns a sentence for each size that varies, with the measured exponent of the peak."""
+    found = [each for size in varied_sizes(rows) if (each := growth(size, rows))]
+    lines = []
+    for each in found:
+        sentence = (
+            f"From {_SIZE_NAMES[each.size]} {each.smallest} to {each.largest} the peak grows as its power "
+            f"{_exponents(each.exponents)}"
+        )
+        if each.without_states:
+            sentence += f"; without parameters and optimizer states, as its power {_exponents(each.without_states)}"
+        lines += textwrap.wrap(f"{sentence}.", _WIDE, initial_indent="  ", subsequent_indent="    ")
+    return ["GROWTH, measured between configurations that differ in one size alone:", "", *lines, ""] if lines else []
+
+
+def _exponents(exponents: Sequence[float]) -> str:
+    middle = f"{median(exponents):.2f}"
+    if len(exponents) == 1:
+        return middle
+    return f"{middle} (median of {len(exponents)} comparisons, {exponents[0]:.2f} to {exponents[-1]:.2f})"
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
@@ -156,7 +216,8 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         ("Device", [row.result.environment.device_name for row in rows]),
         ("torch", [row.result.environment.torch for row in rows]),
         ("Opacus", [row.result.environment.opacus for row in rows]),
-        ("Model", [row.result.config.model for row in rows]),
+        ("Model", [_model(row) for row in rows]),
+        ("Parameters", [_parameters(row) for row in rows]),
         ("Sequence length", [row.result.config.seq_length for row in rows]),
         ("Batch size", [row.result.config.batch_size for row in rows]),
         ("dtype", [row.result.config.dtype for row in rows]),
@@ -169,6 +230,30 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         "MB are 2**20 bytes. Each breakdown is that of one instant, the run's own peak.",
         "Components and stages are without rounding, which is what the allocator adds to requests.",
     ]
+
+
+def _model(row: Row) -> str:
+    """Returns the model's name, and the sizes of a built-in one."""
+    config = Configuration.from_json(dict(row.result.config))
+    if config.model not in BUILT_IN or config.pretrained:
+        return config.model
+    family, sizes = shape_of(config)
+    return f"{config.model} ({family}: {', '.join(f'{name} {size}' for name, size in sizes.items())})"
+
+
+def _parameters(row: Row) -> str | None:
+    """Returns the number of parameters, and their memory by layer; None if nothing was measured."""
+    if row.peak is None or not row.result.parameters:
+        return None
+    layers: dict[str, int] = defaultdict(int)
+    for module, sizes in row.peak.modules.items():
+        layers[_LAYER.sub(r"\1", module)] += sizes.get("model_parameters", 0)
+    parts = [
+        f"{each.name} {f'{each.count} x ' if each.count > 1 else ''}{each.largest / MB:.2f} MB"
+        for each in fold_modules(layers)
+    ]
+    total = f"{row.result.parameters['total']:,} in {sum(layers.values()) / MB:.2f} MB"
+    return f"{total}: {', '.join(parts)}" if parts else total
 
 
 def latex_table(rows: Sequence[Row]) -> str:

@@ -64,7 +64,8 @@ def row_columns(row: Row) -> dict[str, Any]:
         "status": result.status,
         "peak_memory_mb": result.peak_memory_mb,
         "peak_phase": peak.phase if peak else None,
-        "peak_step": peak.step if peak else None,
+        # The optimizer step with the peak, from 1 on: `steps_completed` counts the same steps.
+        "peak_step": None if peak is None or peak.logical_step is None else peak.logical_step + 1,
         "avg_time_ms": row.step_ms,
         "reserved_memory_mb": allocator_peak.max_reserved_bytes / MB if allocator_peak else None,
         "parameters": (result.parameters or {}).get("total"),

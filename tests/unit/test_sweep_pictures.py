@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from opacus_memprof.experiments.figures import FIGURES, details, draw_figure, overview
 from opacus_memprof.experiments.figures.details import COMPONENT_COLORS, TYPE_COLORS
-from opacus_memprof.experiments.figures.overview import lines_over, rows_by_sizes, varied_sizes
+from opacus_memprof.experiments.figures.overview import rows_by_sizes
 from opacus_memprof.experiments.grid import grid
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SINGLE_GPU
-from opacus_memprof.experiments.rows import MEMORY_TYPES
+from opacus_memprof.experiments.rows import MEMORY_TYPES, lines_over, varied_sizes
 from opacus_memprof.profiles.profile import PhasePeak
 from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory, with_fields
 

@@ -4,6 +4,7 @@
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from opacus_memprof.experiments import summary
 from opacus_memprof.experiments.grid import grid
 from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
-from opacus_memprof.experiments.rows import MEMORY_TYPES, memory_types
+from opacus_memprof.experiments.rows import MEMORY_TYPES, growth, memory_types
 from opacus_memprof.experiments.tables import results_lines, row_details, summary_csv
 from tests.unit.made_profiles import a_peak
 from tests.unit.sweep_results import BASE, GIB, a_row, assert_contains, failed, finished, out_of_memory, with_fields
@@ -150,3 +151,58 @@ def test_every_category_has_a_kind() -> None:
         "library_workspace",
         "pending_free",
     }
+
+
+def test_growth_is_a_sentence_for_each_size_with_its_exponent() -> None:
+    """The parameters take 1024 MiB, and activations 2 MiB for each token: 1056 and 1152 MiB at 16 and 64 tokens."""
+    cells, _ = grid(BASE, [16, 64], [8], [2], [4])
+    rows = [a_row(cell.name, cell.label, finished(cell.configuration)) for cell in cells]
+    text = " ".join(summary.summary_text(rows).split())
+    exponent = math.log(1152 / 1056) / math.log(64 / 16)
+    assert (
+        f"From sequence length 16 to 64 the peak grows as its power {exponent:.2f}; without parameters and optimizer "
+        "states, as its power 1.00." in text
+    )
+    assert "From batch size" not in text  # it does not vary
+
+
+def test_of_several_comparisons_the_growth_is_the_median() -> None:
+    cells, _ = grid(BASE, [16, 64], [8], [2, 4, 8], [4])
+    rows = [a_row(cell.name, cell.label, finished(cell.configuration)) for cell in cells]
+    found = growth("seq_length", rows)
+    assert found is not None
+    expected = [math.log((1024 + 64 * n) / (1024 + 16 * n)) / math.log(4) for n in (2, 4, 8)]
+    assert found.exponents == pytest.approx(expected, abs=1e-6)
+    text = " ".join(summary.summary_text(rows).split())
+    assert f"{expected[1]:.2f} (median of 3 comparisons, {expected[0]:.2f} to {expected[2]:.2f})" in text
+    assert growth("lora_rank", rows) is None
+
+
+def test_components_of_every_configuration_are_in_one_table() -> None:
+    lines = summary.terminal_summary(ROWS, Path("there")).splitlines()
+    at = lines.index("COMPONENTS AT THE PEAK, in MB:")
+    heading, first, _, third = (line.split() for line in lines[at + 2 : at + 6])
+    assert heading == ["mlp", "other"]
+    assert first[-2:] == ["1024.00", "32.00"]
+    assert third[-2:] == ["-", "-"]  # nothing was recorded
+
+
+def test_the_peak_s_step_counts_what_steps_completed_counts() -> None:
+    """Of physical steps there are more."""
+    made = finished(CELLS[0].configuration)
+    made["peak"] |= {"step": 7, "logical_step": 1}
+    (line,) = csv.DictReader(io.StringIO(summary_csv([a_row("a", "A", made)])))
+    assert (line["peak_step"], line["steps_completed"]) == ("2", "2")
+
+
+def test_the_summary_says_the_model_s_shape_and_its_layers() -> None:
+    made = finished(CELLS[0].configuration)
+    made["parameters"] = {"total": 100, "trainable": 100}
+    made["peak"]["modules"] = {
+        "tokens": {"model_parameters": 3 * 2**20},
+        **{f"blocks.{number}.mlp.up": {"model_parameters": 2**20, "activations": 9} for number in range(3)},
+        **{f"blocks.{number}.norm": {"model_parameters": 2**19} for number in range(3)},
+    }
+    text = summary.summary_text([a_row("a", "A", made)])
+    assert "Parameters: 100 in 7.50 MB: blocks.[0-2] 3 x 1.50 MB, tokens 3.00 MB" in text
+    assert "Model: tiny (transformer: vocab_size 256, hidden_dim 64, num_layers 2, num_heads 4)" in text

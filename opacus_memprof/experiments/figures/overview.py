@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """memory_analysis_overview.png and memory_heatmap.png: every configuration's peak, and its growth with each size."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.experiments.figures.bars import headline, height, peaks
-from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.experiments.rows import Row
+from opacus_memprof.experiments.rows import Line, Row, lines_over, size_of, varied_sizes
 from opacus_memprof.reports.figures import byte_axis, legend, saved_figure
 from opacus_memprof.reports.palette import THEMES, Theme
 
@@ -33,13 +31,11 @@ _LEGEND_LINE = 0.19
 _MARKERS = "osD^vPX*<>"
 _STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
 
-Line = list[tuple[int, Row]]
-
 
 def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
     """Draws every configuration's peak, and below it a panel for each size that varies."""
     varied = varied_sizes(rows)
-    values = {size: sorted({_value(row, size) for row in rows}) for size in varied}
+    values = {size: sorted({size_of(row, size) for row in rows}) for size in varied}
     entries = max(
         (sum(1 + len(found) for other, found in values.items() if other != size) for size in varied), default=0
     )
@@ -60,25 +56,6 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
             panels[0].set_ylabel("memory at the peak")
 
 
-def varied_sizes(rows: Sequence[Row]) -> list[str]:
-    """Returns the sizes in Cell.varied that have more than one value."""
-    return [size for size in Cell.varied if len({_value(row, size) for row in rows}) > 1]
-
-
-def lines_over(size: str, rows: Sequence[Row]) -> list[Line]:
-    """Returns the rows that differ only in `size`, as lines of (size, row) in ascending order. Rows need a peak."""
-    lines: dict[tuple[int, ...], Line] = defaultdict(list)
-    for row in rows:
-        if row.peak:
-            others = tuple(_value(row, other) for other in Cell.varied if other != size)
-            lines[others].append((_value(row, size), row))
-    return [sorted(line, key=lambda point: point[0]) for line in lines.values()]
-
-
-def _value(row: Row, size: str) -> int:
-    return int(row.result.config[size] or 0)  # no LoRA is rank 0
-
-
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
     """Draws a line for each combination of the other sizes.
 
@@ -91,7 +68,7 @@ def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, 
     for line in lines:
         style: dict[str, Any] = {"color": theme.muted, "marker": "o", "linewidth": 1, "markersize": 4}
         for other, found in styles.items():
-            style |= found[_value(line[0][1], other)]
+            style |= found[size_of(line[0][1], other)]
         sizes = [row.total_bytes for _, row in line]
         axes.plot([position[value] for value, _ in line], sizes, **style)
         for (value, row), reached in zip(line, sizes, strict=True):
