@@ -14,7 +14,12 @@ def module_id(name: str) -> int: ...  # 0 is "" (no module)
 def op_id(name: str) -> int: ...  # 0 is "" (no op)
 def phase_id(name: str) -> int: ...  # raises ValueError for an unknown phase
 def set_component(module: int, component: str) -> None: ...  # the component of a module, for reports; "" for unknown
-def names() -> dict[str, list[str]]: ...  # categories, phases, modules, components, ops, threads, streams, devices
+def set_program(libraries: Sequence[str], folders: Sequence[str]) -> None:
+    """Sets which beginnings of paths are not the user's own code, and which folders to leave out of its paths."""
+
+def names() -> dict[
+    str, list[str]
+]: ...  # categories, phases, modules, components, ops, lines, threads, streams, devices
 
 # --- tags: what this thread is doing; every allocation copies the innermost one ---
 class Tag:

@@ -127,7 +127,7 @@ class DelegatingCpuAllocator final : public c10::Allocator {
       const ListenerScope scope;
       data = upstream->allocate(size);
     } catch (...) {
-      const std::uint64_t number = recorder().on_oom(size, kCpu, tag_of_allocation());
+      const std::uint64_t number = recorder().on_oom(size, kCpu, tag_of_failure(size));
       if (limit > 0) recorder().note_upstream_at_failure(number, {.limit = limit});
       throw;
     }

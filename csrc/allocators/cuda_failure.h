@@ -28,7 +28,7 @@ auto report_oom_of(c10::cuda::CUDACachingAllocator::CUDAAllocator& upstream, std
     c10::DeviceIndex device = 0;  // the failed call made its device current
     if (c10::cuda::GetDevice(&device) == cudaSuccess) {
       const std::uint64_t number =
-          recorder().on_oom(size, static_cast<Device>(1 + device), tag_of_allocation());
+          recorder().on_oom(size, static_cast<Device>(1 + device), tag_of_failure(size));
       recorder().note_upstream_at_failure(number, upstream_at_failure(upstream, device));
     }
     throw;

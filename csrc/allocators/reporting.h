@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "allocators/backward_position.h"
+#include "allocators/program_line.h"
 #include "core/recorder.h"
 
 namespace opacus_memprof {
@@ -34,10 +35,27 @@ inline std::uint64_t address_of(const void* pointer) noexcept {
   return tag;
 }
 
+// Makes a line of the user's code the op of a block that has none, if the block is large or nothing
+// else tells what it is for.
+[[gnu::always_inline]] inline void add_program_line(Tag& tag, std::size_t size) noexcept {
+  constexpr std::size_t kLarge = std::size_t{1} << 20U;
+  const bool unclaimed = static_cast<Category>(tag.category) == Category::unattributed;
+  if (tag.op != 0 || (size < kLarge && !unclaimed) || !recorder().writes_events()) return;
+  tag.op = program_line();
+}
+
+// Returns the complete tag of a request that has failed.
+inline Tag tag_of_failure(std::size_t size) {
+  Tag tag = tag_of_allocation();
+  add_program_line(tag, size);
+  return tag;
+}
+
 // Called after upstream has allocated.
 inline void report_alloc(const void* pointer, std::size_t size, Device device, std::uint8_t stream,
                          bool workspace = false) {
-  const Tag tag = tag_of_allocation(workspace);
+  Tag tag = tag_of_allocation(workspace);
+  add_program_line(tag, size);
   recorder().on_alloc(address_of(pointer), size, device, stream, tag);
 }
 

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "allocators/profiled_allocator.h"
+#include "allocators/program_line.h"
 #include "bindings/bindings.h"
 #include "core/names.h"
 #include "core/profile_directory.h"
@@ -30,6 +31,7 @@ void bind_names(py::module_& m) {
   m.def("op_id", [](const std::string& name) { return names().intern(Kind::op, name); });
   m.def("phase_id", &phase_id);
   m.def("names", &all_names);
+  m.def("set_program", &set_program, py::arg("libraries"), py::arg("folders"));
 }
 
 void bind_hooks(py::module_& m) {

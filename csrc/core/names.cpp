@@ -112,6 +112,23 @@ std::vector<std::string> Names::components() const {
   return result;
 }
 
+std::uint16_t Names::intern_line(std::string_view stack, std::string_view line) {
+  if (size(Kind::op) >= list_of(Kind::op).limit / 2) return 0;
+  const std::uint16_t id = intern(Kind::op, stack);
+  std::string text = as_utf8(line);  // allocated before the lock is taken
+  const std::lock_guard guard(lock_);
+  if (lines_.size() <= id) lines_.resize(id + std::size_t{1});
+  lines_[id] = std::move(text);
+  return id;
+}
+
+std::vector<std::string> Names::lines() const {
+  const std::lock_guard guard(lock_);
+  std::vector<std::string> result = lines_;
+  result.resize(list_of(Kind::op).names.size());
+  return result;
+}
+
 std::vector<std::string> Names::list(Kind kind) const {
   const std::lock_guard guard(lock_);
   return list_of(kind).names;

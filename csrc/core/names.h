@@ -34,6 +34,12 @@ class Names {
   // The component of each module by its id; "" if none was set.
   [[nodiscard]] std::vector<std::string> components() const;
 
+  // Returns the id of the op that stands for `stack`, lines of the program's code, of which `line`
+  // is the innermost. Lines may take half of the ids; returns 0 beyond that.
+  std::uint16_t intern_line(std::string_view stack, std::string_view line);
+  // The line of each op by its id; "" if it is another op.
+  [[nodiscard]] std::vector<std::string> lines() const;
+
   [[nodiscard]] std::vector<std::string> list(Kind kind) const;
   [[nodiscard]] std::string name(Kind kind, std::size_t id) const;  // of an id that exists
   [[nodiscard]] std::size_t size(Kind kind) const noexcept;         // ids are smaller
@@ -56,6 +62,7 @@ class Names {
   mutable SpinLock lock_;
   std::array<List, kKinds> lists_;
   std::vector<std::string> components_;  // up to the last module that has one
+  std::vector<std::string> lines_;       // up to the last op that is one
   std::uint64_t version_ = 0;
 };
 

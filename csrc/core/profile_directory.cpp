@@ -58,6 +58,7 @@ std::map<std::string, std::vector<std::string>> all_names() {
           {"modules", all.list(Names::Kind::module)},
           {"components", all.components()},
           {"ops", all.list(Names::Kind::op)},
+          {"lines", all.lines()},
           {"threads", all.list(Names::Kind::thread)},
           {"streams", all.list(Names::Kind::stream)},
           {"devices", devices}};

@@ -13,14 +13,14 @@
 //   allocation failed (unwinding frees in forward what backward would have freed), is an
 //   activation. If the file ends early because it was full, a block of its last step stays
 //   undecided.
-// - backward_temporaries, optimizer_temporaries, temp_matrices and clipping_temporaries that are
-//   retagged get the category of their first retag from birth on: a gradient, an optimizer state, a
-//   per-sample gradient, a clipped sum. The first two become unattributed if they are never
-//   retagged and outlive their phase, because then they are not temporaries. Outliving is detected
-//   at the next step event, at the next event of a thread that enters another phase, or at the end
-//   of a file that ended properly. Blocks that were live when an allocation failed keep their
-//   category. So do blocks that autograd's own thread frees late: a thread that enters no phase,
-//   not in backward.
+// - backward_temporaries, optimizer_temporaries, temp_matrices, clipping_temporaries and
+//   unattributed that are retagged get the category of their first retag from birth on: a gradient,
+//   an optimizer state, a per-sample gradient, a clipped sum, a parameter of a model that was found
+//   later. The first two become unattributed if they are never retagged and outlive their phase,
+//   because then they are not temporaries. Outliving is detected at the next step event, at the
+//   next event of a thread that enters another phase, or at the end of a file that ended properly.
+//   Blocks that were live when an allocation failed keep their category. So do blocks that
+//   autograd's own thread frees late: a thread that enters no phase, not in backward.
 // - a block that no module's code allocated belongs from birth on to the first module that it is
 //   given: the owner of the parameter whose state, sum or gradient it is.
 #pragma once

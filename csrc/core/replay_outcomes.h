@@ -85,13 +85,15 @@ class OutcomeRules {
     enters_phases_ = opening.enters_phases;
   }
 
-  // Returns whether the category is provisional, until the block is known to be a result.
+  // Returns whether the category is provisional, until the block is known to be a result, or until
+  // its owner is known.
   [[nodiscard]] static bool provisional(std::uint64_t category) {
     switch (static_cast<Category>(category)) {
       case Category::backward_temporaries:
       case Category::optimizer_temporaries:
       case Category::temp_matrices:
       case Category::clipping_temporaries:
+      case Category::unattributed:
         return true;
       default:
         return false;

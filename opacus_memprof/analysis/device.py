@@ -24,6 +24,7 @@ from opacus_memprof.profiles.profile import (
 )
 
 _TOP_OPS = 30
+_TOP_LINES = 100
 # The attributes of a snapshot that only snapshots.jsonl has: the counts of torch's allocator.
 _ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "rounding", "cached", "outside_pytorch", "remainder")
 _NOT_COUNTED: dict[str, Any] = dict.fromkeys(_ALLOCATOR_FIGURES)
@@ -153,7 +154,8 @@ def _peak(name: str, replayed: Replayed, names: Names, component_of: Components,
         born_in={
             names.phase(id): names.categories(by_id) for id, by_id in enumerate(replayed["born_in"]) if any(by_id)
         },
-        ops=_largest({names.op(id): names.categories(by_id) for id, by_id in replayed["ops"].items()}, _TOP_OPS),
+        ops=_ops(replayed["ops"], names, _TOP_OPS, are_lines=False),
+        lines=_ops(replayed["ops"], names, _TOP_LINES, are_lines=True),
         streams={names.stream(id): names.categories(by_id) for id, by_id in replayed["streams"].items()},
         threads={names.thread(id): names.categories(by_id) for id, by_id in replayed["threads"].items()},
         largest_blocks=[_block(block, names) for block in replayed["largest_blocks"]],
@@ -180,7 +182,9 @@ def _block(block: Replayed, names: Names) -> Block:
     )
 
 
-def _largest(sizes: Groups, count: int) -> Groups:
+def _ops(ops: Mapping[int, Sequence[int]], names: Names, count: int, *, are_lines: bool) -> Groups:
+    """Returns the bytes of the `count` largest ops by category: lines of the user's code, or other ops."""
+    sizes = {names.op(id): names.categories(by_id) for id, by_id in ops.items() if names.is_line(id) == are_lines}
     ordered = sorted(sizes.items(), key=lambda item: (-sum(item[1].values()), item[0]))
     return dict(ordered[:count])
 

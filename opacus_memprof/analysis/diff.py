@@ -8,7 +8,16 @@ from fractions import Fraction
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPeak, DiffPhase, PeakDifference
-from opacus_memprof.profiles.profile import Device, Groups, Peak, PhasePeak, Profile, Virtual, virtual_gpu_of
+from opacus_memprof.profiles.profile import (
+    Device,
+    Groups,
+    Peak,
+    PhasePeak,
+    Profile,
+    Virtual,
+    by_innermost_line,
+    virtual_gpu_of,
+)
 from opacus_memprof.profiles.units import format_bytes, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
@@ -80,12 +89,11 @@ def refuse_without_devices(which: str, profile: Profile) -> None:
 
 def peak_difference(before: Peak, after: Peak) -> PeakDifference:
     """Returns the difference `after` - `before`."""
-    old, new = modules_of(before), modules_of(after)
-    modules = {module: _subtract(new.get(module, {}), old.get(module, {})) for module in {**new, **old}}
     return PeakDifference(
         total=after.requested_bytes - before.requested_bytes,
         categories=_subtract(after.categories, before.categories),
-        modules={module: categories for module, categories in modules.items() if categories},
+        modules=_subtract_groups(modules_of(after), modules_of(before)),
+        lines=_subtract_groups(by_innermost_line(after.lines), by_innermost_line(before.lines)),
     )
 
 
@@ -150,6 +158,11 @@ def _diff_phase(before: PhasePeak | None, after: PhasePeak | None) -> DiffPhase:
 def modules_of(peak: Peak) -> Groups:
     """Returns the peak's bytes by module. A peak from the live counters has no modules: all of it is under ""."""
     return peak.modules or {"": peak.categories}
+
+
+def _subtract_groups(groups: Groups, others: Groups) -> Groups:
+    differences = {name: _subtract(groups.get(name, {}), others.get(name, {})) for name in {**groups, **others}}
+    return {name: categories for name, categories in differences.items() if categories}
 
 
 def _subtract(sizes: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:

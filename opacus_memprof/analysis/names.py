@@ -31,6 +31,7 @@ class Names:
         self._modules = names.modules or [""]  # id 0 is none
         self.components = dict(zip(names.modules, names.components, strict=False))
         self._ops = names.ops or [""]
+        self._lines = names.lines
         self._streams = names.streams
         self._threads = names.threads
 
@@ -46,6 +47,10 @@ class Names:
 
     def op(self, id: int) -> str:
         return _name(self._ops, id, "op")
+
+    def is_line(self, id: int) -> bool:
+        """Returns whether the op stands for lines of the user's own code, `innermost < its caller < ...`."""
+        return id < len(self._lines) and self._lines[id] != ""
 
     def stream(self, id: int) -> str:
         return _name(self._streams, id, "stream")

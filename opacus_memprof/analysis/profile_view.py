@@ -26,11 +26,14 @@ from opacus_memprof.profiles.profile import (
     Profile,
     ReservedPeak,
     Timeline,
+    by_innermost_line,
     virtual_gpu_of,
     virtual_mark,
 )
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment, format_share
 
+_UNATTRIBUTED = "unattributed"
+_MATERIAL = 0.05  # the fraction of the peak above which unattributed bytes are listed by line
 _TOP = 10  # number of parts of a peak that tables name; the others are summed up
 _TOTALS = {
     "requested_bytes": ("requested", "what the program asked for"),
@@ -101,6 +104,9 @@ class DeviceView:
         peak_size: the highest requested bytes; `peak_moment` says when they were live.
         totals: label, size and meaning of the requested, allocated and reserved bytes at the peak.
         categories, components, modules: the parts of the peak, the largest first.
+        lines: the parts of the peak by the innermost line of the user's own code that made them, as far as known.
+        unattributed: the unattributed bytes at the peak by the same lines; the last part is of no known line. Empty if
+            they are less than a twentieth of the peak.
         holders: who holds the captured activations, and how much.
         phases: in the order of profile.json; `phases_note` says how their steps are counted.
         steps_note: the same for a page that shows steps as well.
@@ -116,6 +122,8 @@ class DeviceView:
     categories: Sequence[Part]
     components: Sequence[Part]
     modules: Sequence[Part]
+    lines: Sequence[Part]
+    unattributed: Sequence[Part]
     holders: Sequence[tuple[str, str]]
     phases: Sequence[PhaseRow]
     phases_note: str
@@ -222,6 +230,8 @@ def view_device(device: Device, title: str) -> DeviceView:
         categories=parts_of(peak.categories, whole),
         components=groups_of(peak.components, whole),
         modules=groups_of(peak.modules, whole),
+        lines=groups_of(by_innermost_line(peak.lines), whole),
+        unattributed=_unattributed_lines(peak),
         holders=[
             (_HOLDERS.get(holder, holder), format_bytes(size))
             for holder, size in largest_first(dict(peak.activation_hooks))
@@ -249,6 +259,19 @@ def groups_of(groups: Groups, whole: int, count: int = _TOP) -> list[Part]:
             for category, size in groups[name].items():
                 total[category] = total.get(category, 0) + size
         parts.append(_part(f"{len(rest)} more", total, whole, is_rest=True))
+    return parts
+
+
+def _unattributed_lines(peak: Peak) -> list[Part]:
+    whole, total = peak.requested_bytes, peak.categories.get(_UNATTRIBUTED, 0)
+    if total <= _MATERIAL * whole:
+        return []
+    lines = {name: sizes.get(_UNATTRIBUTED, 0) for name, sizes in by_innermost_line(peak.lines).items()}
+    rows = largest_first(lines)
+    parts = [_part(name, {_UNATTRIBUTED: size}, whole) for name, size in rows[:_TOP]]
+    if rest := total - sum(part.bytes for part in parts):
+        name = f"{len(rows) - _TOP} more, and no known line" if len(rows) > _TOP else "no known line"
+        parts.append(_part(name, {_UNATTRIBUTED: rest}, whole, is_rest=True))
     return parts
 
 

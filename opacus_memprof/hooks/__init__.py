@@ -30,6 +30,7 @@ from opacus_memprof.hooks import (
     modules,
     opacus_hooks,
     optimizer,
+    owners,
     shapes,
     torch_compile,
 )
@@ -37,6 +38,10 @@ from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
 _attached: "weakref.WeakKeyDictionary[Any, Attachment]" = weakref.WeakKeyDictionary()
+
+
+def _roots() -> list[nn.Module]:
+    return [target for target in list(_attached) if isinstance(target, nn.Module)]
 
 
 def _patch_opacus(attachment: Attachment) -> None:
@@ -62,6 +67,8 @@ _opacus = SharedPatch(_patch_opacus)
 _samplers = SharedPatch(opacus_hooks.wrap_samplers, repeat=True)  # a program may register samplers at any time
 _flash_clip = SharedPatch(_patch_flash_clip)
 _distributed = SharedPatch(distributed.wrap_distributed)
+_owner_search = owners.OwnerSearch(_roots)
+_owners = SharedPatch(_owner_search.watch)
 
 
 def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHooks) -> None:
@@ -94,6 +101,7 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
         "Opacus' functions": _opacus.use,
         "Opacus' grad samplers": _samplers.use,
         "DDP and FSDP2": _distributed.use,
+        "owners that are not attached": _owners.use,
     }
     if isinstance(model, GradSampleHooksNoOp):
         parts["per-sample gradients of the mode no_op"] = lambda unit: optimizer.follow_no_op_model(unit, model)
@@ -106,6 +114,7 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
         attachment.apply(
             "the shapes of forward passes", lambda unit: forward_shapes.watch_model(unit, root, named, scoped)
         )
+    search_owners()
 
 
 def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
@@ -121,9 +130,15 @@ def follow_optimizer(attachment: Attachment, optim: Optimizer) -> None:
     attachment.apply("the optimizer's methods", lambda unit: optimizer.wrap_methods(unit, optim))
     attachment.apply("the optimizer's update", lambda unit: optimizer.register_step_hooks(unit, original))
     attachment.apply("the optimizer's states", lambda unit: shapes.record_optimizer(optim))
+    attachment.apply("owners that are not attached", _owners.use)
     if isinstance(optim, DPOptimizer):
-        roots = [root for root in list(_attached) if isinstance(root, nn.Module)]
-        attachment.apply("whether updates are private", lambda unit: diagnosis.follow_private(unit, optim, roots))
+        attachment.apply("whether updates are private", lambda unit: diagnosis.follow_private(unit, optim, _roots()))
+    search_owners()
+
+
+def search_owners() -> None:
+    """Finds owners of unattributed blocks among modules and optimizers that are not attached, if there are many."""
+    _owner_search.search()
 
 
 def follow_prepared(attachment: Attachment, prepared: Sequence[Any]) -> None:
@@ -173,8 +188,7 @@ def is_attached(target: nn.Module | Optimizer) -> bool:
     """Returns whether a model or an optimizer is followed, by itself or as part of an attached model."""
     if isinstance(target, Optimizer):
         return (target.original_optimizer if isinstance(target, DPOptimizer) else target) in _attached
-    roots = [root for root in _attached if isinstance(root, nn.Module)]
-    return any(target is module for root in roots for module in root.modules())
+    return any(target is module for root in _roots() for module in root.modules())
 
 
 def is_privacy_engine(target: Any) -> bool:

@@ -4,13 +4,14 @@
 import copyreg
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from opacus_memprof.hooks import forward_shapes, observers, torch_compile
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
@@ -26,19 +27,36 @@ from opacus_memprof.recording import native, tracing
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 
-# The classes that wrap the user's model, and the attribute with the model.
-_WRAPPERS = ((AbstractGradSampleModule, "_module"), *DDP_WRAPPERS)
+# The classes that wrap the user's model, and the attribute with the model. torch.compile's class is not among them: its
+# import takes seconds.
+_WRAPPERS = (
+    (AbstractGradSampleModule, "_module"),
+    *DDP_WRAPPERS,
+    (nn.DataParallel, "module"),
+    (AveragedModel, "module"),
+)
+_COMPILED = "_orig_mod"
 
 _prefixes: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()  # by attached model
 
 
-def assign_name_prefix(attachment: Attachment, root: nn.Module) -> None:
-    """Prefixes a model's module names by `Class#2.` if another attached model uses one for a different module."""
-    used = dict(pair for other in list(_prefixes) for pair in named_modules(other))
-    named = list(named_modules(root))
-    class_name = type([module for name, module in named if not name][-1]).__name__  # without DDP around it
+def assign_name_prefix(attachment: Attachment, root: nn.Module, omitted: Collection[nn.Module] = ()) -> None:
+    """Prefixes a model's module names by `Class#2.` if another attached model uses one for a different module.
+
+    Args:
+        attachment: of the prefix.
+        root: the model.
+        omitted: its modules whose names are not needed.
+    """
+    used: dict[str, set[nn.Module]] = {}  # a wrapper and the model inside have the same name
+    for other in list(_prefixes):
+        for name, module in named_modules(other):
+            used.setdefault(name, set()).add(module)
+    named = [(name, module) for name, module in named_modules(root) if module not in omitted]
+    outermost = [module for name, module in named_modules(root) if not name]
+    class_name = type(outermost[-1]).__name__  # without DDP around it
     prefix, number = "", 1
-    while any(name and used.get(prefix + name, module) is not module for name, module in named):
+    while any(name and module not in used.get(prefix + name, {module}) for name, module in named):
         number += 1
         prefix = f"{class_name}#{number}."
     attachment.set_entry(_prefixes, root, prefix)
@@ -48,8 +66,8 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the user's modules with their fully qualified names.
 
     The model itself is "", or `Class#2` if it has a prefix (`assign_name_prefix`). Opacus' wrapper is omitted, because
-    it is not one of the user's modules. The wrapper's attribute `_module` and DDP's `module` do not appear in names:
-    DDP and the model inside have the same name.
+    it is not one of the user's modules. The wrappers' attributes, such as DDP's `module` and `_orig_mod` of a compiled
+    module, do not appear in names: DDP and the model inside have the same name.
     """
     prefix = _prefixes.get(root, "")
     unwrapped: dict[str, str] = {}  # the path of a wrapped model → the wrapper's name
@@ -62,6 +80,8 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for kind, attribute in _WRAPPERS:
             if isinstance(module, kind):
                 unwrapped[f"{path}.{attribute}".lstrip(".")] = name
+        if _COMPILED in module._modules:
+            unwrapped[f"{path}.{_COMPILED}".lstrip(".")] = name
         if not isinstance(module, AbstractGradSampleModule):
             yield (f"{prefix}{name}" if name else prefix[:-1]), module
 

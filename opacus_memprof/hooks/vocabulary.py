@@ -20,6 +20,8 @@ BACKPROP_COPIES: Final = native.category_id("backprop_copies")
 COMMUNICATION: Final = native.category_id("communication")
 INPUTS: Final = native.category_id("inputs")
 FORWARD_UNDECIDED: Final = native.category_id("forward_undecided")
+BACKWARD_TEMPORARIES: Final = native.category_id("backward_temporaries")
+OPTIMIZER_TEMPORARIES: Final = native.category_id("optimizer_temporaries")
 DATASET: Final = native.category_id("dataset")  # not one of the core's built-in categories
 
 IDLE: Final = native.phase_id("idle")

@@ -8,12 +8,16 @@ from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.profile import Groups, ReservedPeak, Sizes
 
 
-class PeakDifference(JsonObject):
-    """One peak minus another: Σ `categories` = Σ `modules` = `total`."""
+class PeakDifference(JsonObject, kw_only=True):
+    """One peak minus another: Σ `categories` = Σ `modules` = `total`.
+
+    `lines` are by the innermost line of the user's own code that made a block, as far as known.
+    """
 
     total: int
     categories: Sizes
     modules: Groups
+    lines: Groups = {}
 
 
 class DiffPeak(JsonObject):

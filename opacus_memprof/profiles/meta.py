@@ -17,6 +17,8 @@ class NameLists(JsonObject):
 
     Attributes:
         components: the component of each module, such as "attention", as hooks recognised it; "" if they did not.
+        lines: for each op that stands for lines of the user's own code, the innermost: "train.py:41 in update"; "" for
+            others.
     """
 
     categories: list[str] = []
@@ -24,6 +26,7 @@ class NameLists(JsonObject):
     modules: list[str] = []
     components: list[str] = []
     ops: list[str] = []
+    lines: list[str] = []
     threads: list[str] = []
     streams: list[str] = []
     devices: list[str] = []

@@ -59,6 +59,8 @@ class Peak(JsonObject, kw_only=True):
         shared_captures: each module's share of activation_hooks.shared_with_autograd.
         modules: bytes by module and category; "" means no module.
         born_in, ops, streams, threads: bytes by category, by the phase, op, stream and thread of a block's birth.
+        lines: bytes by category, by the lines of the user's own code that made a block: at most three, "train.py:41 in
+            update < train.py:60 in main". Only of blocks of 1 MiB or more, and of smaller ones that were not claimed.
         largest_blocks: at most 50. `newest_blocks`: at most 10, the newest first.
         components: bytes by component (attention, mlp …) and category.
         module_tree: bytes of each module and all modules inside it; "" is the whole.
@@ -83,6 +85,7 @@ class Peak(JsonObject, kw_only=True):
     modules: Groups
     born_in: Groups
     ops: Groups
+    lines: Groups = {}
     streams: Groups
     threads: Groups
     largest_blocks: list[Block]
@@ -389,3 +392,13 @@ class Profile(JsonObject, kw_only=True):
     components: dict[str, str] = {}
     findings: list[Finding]
     warnings: list[str]
+
+
+def by_innermost_line(lines: Groups) -> Groups:
+    """Adds up sizes by the innermost of the lines that made a block, "train.py:41 in update"."""
+    result: Groups = {}
+    for stack, sizes in lines.items():
+        total = result.setdefault(stack.split(" < ")[0], {})
+        for category, size in sizes.items():
+            total[category] = total.get(category, 0) + size
+    return result

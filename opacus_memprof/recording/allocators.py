@@ -7,6 +7,10 @@ Source: csrc/allocators.
 
 import importlib.util
 import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +59,31 @@ def install(device: str = "auto") -> None:
             native.cuda_install()
     except RuntimeError as error:
         raise MemprofError(str(error)) from error
+
+
+def tell_program() -> None:
+    """Tells the allocators which code is the user's own, whose lines they record, and how to shorten its paths.
+
+    Not the user's own are Python's library, installed packages, and this package, torch and Opacus wherever they are.
+    """
+    if native.set_program is None:
+        return
+    folders = [*_library_folders()]
+    program = [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv else ""))]
+    native.set_program(_beginnings([*folders, *map(os.path.realpath, folders)]), _beginnings(program))
+
+
+def _library_folders() -> Iterator[str]:
+    paths = sysconfig.get_paths()
+    yield from (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
+    yield str(Path(__file__).parents[1])
+    for package in ("torch", "opacus"):
+        spec = importlib.util.find_spec(package)
+        yield from (spec and spec.submodule_search_locations) or ()
+
+
+def _beginnings(folders: list[str]) -> list[str]:
+    return [os.path.join(folder, "") for folder in dict.fromkeys(folders)]
 
 
 def uninstall() -> None:

@@ -10,6 +10,7 @@ Raises:
 """
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -110,7 +111,10 @@ try:
 except ImportError as error:
     raise _import_error(f"opacus-memprof's extension cannot be loaded ({error})") from error
 
+from opacus_memprof import _C  # noqa: E402
 from opacus_memprof.profiles.categories import NOT_IN_CORE  # noqa: E402
+
+set_program: Callable[[Sequence[str], Sequence[str]], None] | None = getattr(_C, "set_program", None)  # None: old build
 
 for _name in NOT_IN_CORE:  # so that they exist whichever modules are imported
     category_id(_name)
@@ -163,6 +167,7 @@ __all__ = [
     "set_component",
     "set_owner",
     "set_phase",
+    "set_program",
     "set_second_backward",
     "settle",
     "settle_all",

@@ -10,7 +10,7 @@ from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPhase
 from opacus_memprof.profiles.units import format_bytes, format_moment, format_signed_bytes, shorten_name
 from opacus_memprof.reports.text import table_of
 
-_TOP_MODULES = 10
+_TOP = 10
 _NONE = "none"
 
 Row = tuple[str, ...]
@@ -87,8 +87,10 @@ def _moments(before: tuple[str, int], after: tuple[str, int]) -> str:
 def _tables(device: DeviceDiff) -> Iterator[Table]:
     if categories := list(_category_rows(device)):
         yield "category", ("before", "after", "change"), categories
-    if modules := list(_module_rows(device.modules)):
+    if modules := list(_group_rows(device.modules)):
         yield "module", ("change", "mostly"), modules
+    if lines := list(_group_rows(device.lines)):
+        yield "line", ("change", "mostly"), lines
     phases = [row for name, phase in device.phases.items() if (row := _phase_row(name, phase))]
     if phases:
         yield "phase", ("before", "after", "change", "mostly"), phases
@@ -100,12 +102,12 @@ def _category_rows(device: DeviceDiff) -> Iterator[Row]:
         yield category, *map(format_bytes, sizes), format_signed_bytes(change)
 
 
-def _module_rows(modules: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
+def _group_rows(groups: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
     # A module whose categories change while its sum does not is a change as well.
-    ordered = sorted(modules.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
-    for module, sizes in ordered[:_TOP_MODULES]:
-        yield module or "(no module)", format_signed_bytes(sum(sizes.values())), _largest_change(sizes)
-    if rest := ordered[_TOP_MODULES:]:
+    ordered = sorted(groups.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
+    for name, sizes in ordered[:_TOP]:
+        yield name or "(no module)", format_signed_bytes(sum(sizes.values())), _largest_change(sizes)
+    if rest := ordered[_TOP:]:
         yield f"{len(rest)} more", format_signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
 
 

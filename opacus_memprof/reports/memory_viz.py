@@ -148,9 +148,16 @@ class _Trace:
         facts |= {"op": names.op(op), "phase": names.phase(phase)}
         path = facts["module"].split(".")
         inside = [".".join(path[:end]) for end in range(len(path), 0, -1)]
-        stack = [("op", facts["op"]), ("phase", facts["phase"]), *(("module", name) for name in inside)]
+        lines = names.is_line(op)
+        stack = [
+            ("op", "" if lines else facts["op"]),
+            ("phase", facts["phase"]),
+            *(("module", name) for name in inside),
+        ]
         stack.append(("category", facts["category"]))
         frames = [self._frame(kind, name) for kind, name in stack if name]
+        if lines:
+            frames = [*map(_program_frame, facts["op"].split(" < ")), *frames]
         return facts["category"], json.dumps({**facts, "step": step}), frames
 
     def segments(self, device: int) -> list[Entry]:
@@ -196,6 +203,13 @@ class _Trace:
 
 def _frame(kind: str, name: str) -> Entry:
     return {"filename": kind, "line": 0, "name": name}
+
+
+def _program_frame(line: str) -> Entry:
+    """Returns the frame of "train.py:41 in update"."""
+    place, _, name = line.partition(" in ")
+    filename, _, number = place.rpartition(":")
+    return {"filename": filename, "line": int(number), "name": name or "<module>"}
 
 
 def _python_rows(rows: Rows) -> Iterator[dict[str, int]]:

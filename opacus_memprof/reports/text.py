@@ -178,6 +178,10 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
         _print_parts("component", view.components, console)
     if any(part.name for part in view.modules):
         _print_parts("module", view.modules, console)
+    if view.lines:
+        _print_parts("line of the program", view.lines, console)
+    if view.unattributed:
+        _print_parts("unattributed, by line", view.unattributed, console)
     _print_phases(view, console)
     if view.failure:
         console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)

@@ -28,11 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.recording import observations, tracing
+from opacus_memprof.recording import native, observations, tracing
 from opacus_memprof.recording.faults import CallHook, contain, observe
 from opacus_memprof.session import Session
 
 T = TypeVar("T")
+_FIRST_BACKWARDS = 3
 
 
 class FollowWithoutEngine:
@@ -51,9 +52,13 @@ class FollowWithoutEngine:
         self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
         self._modules_when_attached = observations.layer_shapes().modules  # hooks replace it when they attach a model
         self._index = ModelIndex()
+        self._backwards = 0  # after which models were looked for that no optimizer updates
+        self._updates_by_hand = False
         Optimizer.__init__ = observe(Optimizer.__init__, self._observe_init)  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._on_step)
         torch.compile = observe(torch.compile, self._observe_compile)
+        torch.autograd.backward = observe(torch.autograd.backward, self._observe_backward)
+        torch.autograd.grad = observe(torch.autograd.grad, self._observe_grad)  # type: ignore[assignment]
         _recursive.create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
 
     def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> CallHook:
@@ -64,6 +69,28 @@ class FollowWithoutEngine:
         if model is not None:  # None if torch.compile is used as a decorator with arguments: it is called again
             self._compiled.append((weakref.ref(getattr(model, "__self__", model)), fullgraph))
         yield
+
+    def _observe_backward(self, *args: Any, **kwargs: Any) -> CallHook:
+        yield
+        self._on_gradients(self._index.parameters_with_gradients)
+
+    def _observe_grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> CallHook:
+        yield
+        self._on_gradients(lambda: native.tensors_in((inputs,)))
+
+    def _on_gradients(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """Attaches models that no optimizer updates: those with `parameters()` that have got gradients.
+
+        Looks for them after the first few backward passes of a program that has constructed no optimizer.
+        """
+        if self._updates_by_hand:
+            self._search_owners()
+        elif not self._optimizers and self._backwards < _FIRST_BACKWARDS and not self._attached_by_others():
+            self._backwards += 1
+            for model in self._index.models_of(parameters()):
+                if not self._is_traced(model):
+                    self._updates_by_hand = True
+                    self._attach(model)
 
     def _on_new_optimizer(self, optimizer: Optimizer) -> None:
         if self._attached_by_others():
@@ -105,6 +132,14 @@ class FollowWithoutEngine:
         for model in self._models(optimizer):
             if not self._is_traced(model):
                 self._attach(model)
+        if not self._index.models_of(_parameters(optimizer)):  # tensors that are in no module
+            self._session.attach(optimizer)
+            self._attached.add(optimizer)
+
+    def _search_owners(self) -> None:
+        from opacus_memprof.hooks import search_owners
+
+        search_owners()
 
     def _models(self, optimizer: Optimizer) -> list[nn.Module]:
         """Returns the outermost modules that contain parameters of the optimizer.
@@ -259,6 +294,14 @@ class ModelIndex:
                 if module is not None and model is not None and module._parameters.get(name) is parameter:
                     found[id(model)] = model
         return list(found.values())
+
+    def parameters_with_gradients(self) -> list[Tensor]:
+        """Returns the parameters of all modules that have a gradient."""
+        self._look_through_heap()
+        places = [place for found in self._places.values() for place in found]
+        modules = [(module, name) for module_ref, name, _ in places if (module := module_ref()) is not None]
+        parameters = (module._parameters.get(name) for module, name in modules)
+        return [parameter for parameter in parameters if parameter is not None and parameter.grad is not None]
 
     def _on_registration(self, module: nn.Module, name: str, value: Any) -> None:
         self._is_current = False

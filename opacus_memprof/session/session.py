@@ -4,6 +4,7 @@
 import contextlib
 import html
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -338,6 +339,8 @@ class Session:
             run.update(describe_run(self.device, self._claimed.launch))
             if (gpus := virtual_gpu.describe_gpus()) is not None:
                 run["virtual"] = gpus
+        with contain("telling the program's own code apart"):
+            allocators.tell_program()
         changes.on_detach(native.stop_events)
         changes.on_detach(lambda: native.set_phase(native.phase_id("idle")))  # a forward that failed has left its phase
         with _directory_errors(self.directory):
@@ -356,6 +359,8 @@ class Session:
         with contain("explaining a failed allocation"):
             if self._forensics is not None:
                 self._forensics.explain()
+        if (hooks := sys.modules.get("opacus_memprof.hooks")) is not None:  # which only attaching imports
+            hooks.search_owners()
         with contain("taking the last snapshot"):
             self._snapshot("end")
         if self._result is not None:

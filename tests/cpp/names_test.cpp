@@ -74,6 +74,32 @@ TEST(Names, AnAdditionChangesTheVersion) {
   EXPECT_EQ(names.version(), after);
 }
 
+TEST(Names, ALineIsAnOp) {
+  Names names;
+  const auto other = names.intern(Kind::op, "clip");
+  const auto version = names.version();
+  const auto line = names.intern_line("a.py:4 in f < a.py:9", "a.py:4 in f");
+  EXPECT_GT(names.version(), version);  // so that meta.json is written again
+  EXPECT_EQ(names.intern_line("a.py:4 in f < a.py:9", "a.py:4 in f"), line);
+  EXPECT_NE(names.intern_line("a.py:4 in f < a.py:11", "a.py:4 in f"), line);
+  EXPECT_EQ(names.name(Kind::op, line), "a.py:4 in f < a.py:9");
+  EXPECT_EQ(names.lines()[line], "a.py:4 in f");
+  EXPECT_EQ(names.lines()[other], "");
+  EXPECT_EQ(names.lines().size(), names.size(Kind::op));
+}
+
+TEST(Names, LinesLeaveRoomForOtherOps) {
+  Names names;
+  std::uint16_t id = 1;
+  for (int i = 0; id != 0; ++i) {
+    const std::string line = "a.py:" + std::to_string(i);
+    id = names.intern_line(line, line);
+    ASSERT_LT(i, 0xFFFF);
+  }
+  EXPECT_NE(names.intern(Kind::op, "clip"), 0);
+  EXPECT_EQ(names.list(Kind::op).back(), "clip");
+}
+
 TEST(Names, WhatIsNotUtf8IsReplaced) {
   Names names;
   const auto kept = [&](std::string_view name) {

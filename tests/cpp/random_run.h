@@ -109,10 +109,11 @@ class RandomRun {
 
   // Categories that are settled later come often.
   std::uint8_t category() {
-    constexpr Category kOften[] = {Category::forward_undecided,      Category::backward_temporaries,
-                                   Category::optimizer_temporaries,  Category::temp_matrices,
-                                   Category::clipping_temporaries,   Category::gradients,
-                                   Category::activation_hooks_shared};
+    constexpr Category kOften[] = {
+        Category::forward_undecided,       Category::backward_temporaries,
+        Category::optimizer_temporaries,   Category::temp_matrices,
+        Category::clipping_temporaries,    Category::gradients,
+        Category::activation_hooks_shared, Category::unattributed};
     if (below(4) == 0) return static_cast<std::uint8_t>(below(kBuiltinCategories));
     return static_cast<std::uint8_t>(kOften[below(std::size(kOften))]);
   }

@@ -62,9 +62,9 @@ TEST(ReplayDetail, a_block_of_nobodys_code_belongs_to_its_later_owner) {
   EXPECT_EQ(device.modules[0].id, 0);
   EXPECT_EQ(at(device.modules[0].categories, Category::unattributed), 300);
   EXPECT_EQ(device.modules[1].id, 2);
-  EXPECT_EQ(at(device.modules[1].categories, Category::unattributed), 20);
+  EXPECT_EQ(at(device.modules[1].categories, Category::gradients), 20);
   EXPECT_EQ(device.modules[2].id, 4);
-  EXPECT_EQ(at(device.modules[2].categories, Category::unattributed), 7);
+  EXPECT_EQ(at(device.modules[2].categories, Category::gradients), 7);
 }
 
 TEST(ReplayDetail, the_newest_blocks_are_those_born_last_that_live_at_the_peak) {

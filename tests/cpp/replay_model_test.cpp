@@ -167,7 +167,7 @@ class Model {
     const auto passing = [](Category category) {
       return category == Category::backward_temporaries ||
              category == Category::optimizer_temporaries || category == Category::temp_matrices ||
-             category == Category::clipping_temporaries;
+             category == Category::clipping_temporaries || category == Category::unattributed;
     };
     const auto held = [](Category category) {
       return category == Category::activation_hooks_shared ||

@@ -18,7 +18,7 @@ OWN_PHASES = {
     "backward_temporaries": {"backward", "second_backward"},
     "optimizer_temporaries": {"optimizer_step"},
 }
-PROVISIONAL = {"temp_matrices", "clipping_temporaries", *OWN_PHASES}
+PROVISIONAL = {"temp_matrices", "clipping_temporaries", "unattributed", *OWN_PHASES}
 HELD = {"forward_undecided", *HOOKS}
 TAGS = ["gradients", "teacher", *HELD, *PROVISIONAL]
 

@@ -54,8 +54,8 @@ def test_categories_are_settled_from_birth_on(tmp_path: Path) -> None:
         if row["block"] >= 0
     ]
     assert blocks == [
-        ("seed", "unattributed", "unattributed", 0),
-        ("retag", "unattributed", "model_parameters", 0),
+        ("seed", "model_parameters", "model_parameters", 0),
+        ("retag", "model_parameters", "model_parameters", 0),
         ("alloc", "forward_temporaries", "forward_temporaries", 1),
         ("alloc", "activations", "activations", 2),
         ("free", "forward_temporaries", "forward_temporaries", 1),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peak by what else is known of its blocks: component, op, phase of birth, stream, thread.
+// The peak by what else is known of its blocks: component, op, line, phase of birth, stream, thread.
 
 const GROUPS = {
   components: ["Components", "component"],
   ops: ["Ops", "op that made the block"],
+  lines: ["Lines", "line of the program that made the block"],
   born_in: ["Phases of birth", "phase in which the block was born"],
   streams: ["Streams", "stream"],
   threads: ["Threads", "thread"],

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "allocators/backward_position.h"
+#include "allocators/program_line.h"
 #include "fake_upstream.h"
 
 bool opacus_memprof::testing::memory_info_fails = false;
@@ -47,5 +48,7 @@ const BackwardPosition& backward_position() {
   static constexpr BackwardPosition kOutside;
   return kOutside;
 }
+
+std::uint16_t program_line() noexcept { return 0; }
 
 }  // namespace opacus_memprof

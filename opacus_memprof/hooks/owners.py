@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the owners of blocks that no hook has claimed, among modules and optimizers that are not attached.
+
+Examples are a second model, a copy of the model with averaged parameters, and an optimizer of tensors that are in no
+module. A search through the heap takes about a tenth of a second, so it needs a reason, and time between two of them.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from opacus_memprof.hooks import modules
+from opacus_memprof.hooks.vocabulary import (
+    BACKWARD_TEMPORARIES,
+    BUFFERS,
+    FORWARD_UNDECIDED,
+    GRADIENTS,
+    MODEL_PARAMETERS,
+    OPTIMIZER_STATES,
+    OPTIMIZER_TEMPORARIES,
+    UNATTRIBUTED,
+)
+from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording.faults import contain
+
+_UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED, BACKWARD_TEMPORARIES, OPTIMIZER_TEMPORARIES)
+# Between steps, all that is left of them is unclaimed: temporaries are gone then.
+_UNCLAIMED_NAMES = ("unattributed", "backward_temporaries", "optimizer_temporaries")
+_MATERIAL = 1 << 20  # bytes
+_MATERIAL_SHARE = 0.01  # of the live bytes
+_SHARE_OF_TIME = 0.002  # that searches may take, after the first few
+_FREE_SEARCHES = 4
+
+Roots = Callable[[], list[nn.Module]]  # returns the attached models
+
+
+class OwnerSearch:
+    """Searches for owners where much is unclaimed. `roots` returns the models that are attached."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._prefixes = Attachment("names of models that are not attached")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets earlier searches, for a new recording."""
+        self._prefixes.detach()
+        self._searches = 0
+        self._resume = 0.0  # of time.monotonic()
+        self._left: dict[str, int] = {}  # unclaimed bytes by device after the latest search
+
+    def watch(self, attachment: Attachment) -> None:
+        """Searches after the updates of all optimizers, until `attachment` is detached."""
+        attachment.on_detach(register_optimizer_step_post_hook(self._after_step).remove)
+        attachment.on_detach(self.reset)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.search()
+
+    @contain("looking for the owners of unattributed memory")
+    def search(self) -> None:
+        """Searches if there is a reason to, and time. Call it between the phases of a step."""
+        if self._searches >= _FREE_SEARCHES and time.monotonic() < self._resume:
+            return
+        if not self._is_needed():
+            return
+        begin = time.monotonic()
+        self._claim()
+        self._left = _unclaimed()
+        self._searches += 1
+        end = time.monotonic()
+        self._resume = end + (end - begin) / _SHARE_OF_TIME
+
+    def _is_needed(self) -> bool:
+        live = native.counters()["devices"]
+        for name, size in _unclaimed().items():
+            added = size - self._left.get(name, 0)
+            if added >= max(_MATERIAL, _MATERIAL_SHARE * live[name]["requested_bytes"]):
+                return True
+        return False
+
+    def _claim(self) -> None:
+        models, optimizers = _models_and_optimizers()
+        attached = {module for root in self._roots() for module in root.modules()}
+        owner: dict[int, int] = {}  # the module's id by the parameter's id
+        for model in models:
+            if model not in attached:
+                modules.assign_name_prefix(self._prefixes, model, attached)
+            for name, module in modules.named_modules(model):
+                if module not in attached:
+                    _claim_module(module, native.module_id(name), owner)
+        for optimizer in optimizers:
+            for parameter in native.tensors_in(optimizer.param_groups):
+                module_id = native.owner_of(parameter) or owner.get(id(parameter))
+                native.retag_if(parameter, _UNCLAIMED, MODEL_PARAMETERS, module_id)
+                native.retag_if((parameter.grad,) if parameter.is_leaf else (), _UNCLAIMED, GRADIENTS, module_id)
+                native.retag_if((optimizer.state.get(parameter),), _UNCLAIMED, OPTIMIZER_STATES, module_id)
+
+
+def _claim_module(module: nn.Module, module_id: int, owner: dict[int, int]) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            owner.setdefault(id(parameter), module_id)
+            native.retag_if(parameter, _UNCLAIMED, MODEL_PARAMETERS, module_id)
+            native.retag_if((parameter.grad,), _UNCLAIMED, GRADIENTS, module_id)
+    native.retag_if(tuple(module._buffers.values()), _UNCLAIMED, BUFFERS, module_id)
+
+
+def _unclaimed() -> dict[str, int]:
+    """Returns the unclaimed bytes by device."""
+    devices = native.counters()["devices"].items()
+    return {name: sum(device["categories"][category] for category in _UNCLAIMED_NAMES) for name, device in devices}
+
+
+def _models_and_optimizers() -> tuple[list[nn.Module], list[Optimizer]]:
+    """Returns all outermost modules and all optimizers. Uses `type(...)`, since isinstance evaluates weak proxies."""
+    found: list[nn.Module] = []
+    optimizers: list[Optimizer] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            found.append(each)
+        elif issubclass(type(each), Optimizer):
+            optimizers.append(each)
+    complete = [module for module in found if isinstance(vars(module).get("_modules"), dict)]
+    inner = {id(child) for module in complete for child in _children(module)}
+    initialized = [each for each in optimizers if hasattr(each, "param_groups") and hasattr(each, "state")]
+    return [module for module in complete if id(module) not in inner], initialized
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module | None]:
+    return iter(module._modules.values())
