@@ -71,7 +71,7 @@ opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
 
 faults: $(VENV)/.opacus-memprof-built
-	$(BIN)/python -m tests.planted_faults
+	$(BIN)/python -m tests.planted_faults --jobs $(JOBS)
 
 # What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
 CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/profiles/versions.py"); print($(1))')

@@ -37,26 +37,39 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="plant faults whose name or file contains any of these")
     parser.add_argument("--cuda", action="store_true", help="also plant faults whose tests need a GPU")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each of which plants a part of the faults")
     arguments = parser.parse_args()
     chosen = [fault for fault in FAULTS if _is_chosen(fault, arguments.words, arguments.cuda)]
     torch.set_num_threads(1)  # a fork has no threads of its parent
+    if not arguments.skip_unchanged:
+        with tempfile.TemporaryDirectory() as folder:
+            copy_sources(Path(folder))
+            done = run_tests(Path(folder), dict.fromkeys(test for fault in chosen for test in fault.tests))
+        if done.status:
+            print(f"tests fail without a fault:\n{done.printed[-4000:]}")
+            return 1
+    processes = []
+    for job in range(arguments.jobs):
+        process = os.fork()
+        if process == 0:
+            os._exit(_plant_all(chosen[job :: arguments.jobs]))
+        processes.append(process)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    return int(any(statuses))
+
+
+def _plant_all(faults: list[Fault]) -> int:
+    """Plants faults in a copy of the sources, and prints a line for each. Returns 0 if all of them are caught."""
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        copy_sources(tree)
-        if not arguments.skip_unchanged:
-            tests = dict.fromkeys(test for fault in chosen for test in fault.tests)
-            done = run_tests(tree, tests)
-            if done.status:
-                print(f"tests fail without a fault:\n{done.printed[-4000:]}")
-                return 1
-        counts: Counter[str] = Counter()
-        for fault in chosen:
+        copy_sources(Path(folder))
+        for fault in faults:
             start = time.perf_counter()
-            outcome, detail = plant(tree, fault)
+            outcome, detail = plant(Path(folder), fault)
             counts[outcome] += 1
             print(f"{outcome:8} {fault.name:44} {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
-    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return int(counts["caught"] < len(chosen))
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), flush=True)
+    return int(counts["caught"] < len(faults))
 
 
 def _is_chosen(fault: Fault, words: list[str], cuda: bool) -> bool:
