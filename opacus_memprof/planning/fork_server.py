@@ -135,10 +135,6 @@ def main() -> None:
     os._exit(0)  # exit handlers of the packages are meant for programs
 
 
-if __name__ == "__main__":
-    main()
-
-
 class HiddenModules(MetaPathFinder):
     """Imported packages that are not in `sys.modules` until a program imports them.
 
@@ -205,3 +201,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
         self._hidden.reveal(module.__name__)
+
+
+if __name__ == "__main__":
+    main()

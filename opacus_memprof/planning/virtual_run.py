@@ -117,6 +117,11 @@ class ForkedRuns:
             return int(answer)
         return -signal.SIGKILL if self._closed else None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the process runs; it ends by itself if it cannot be forked."""
+        return self._server.poll() is None
+
     def close(self) -> None:
         """Kills the process, without waiting for a run in progress."""
         self._closed = True

@@ -37,7 +37,9 @@ def forked() -> Iterator[ForkedRuns]:
 def both(configuration: PlannedConfiguration, forked: ForkedRuns, folder: Path) -> tuple[VirtualRun, VirtualRun]:
     """The run in a new process, and the forked one."""
     new = run_virtually(configuration, folder / "new", 1)
-    return new, run_virtually(configuration, folder / "forked", 1, forked)
+    other = run_virtually(configuration, folder / "forked", 1, forked)
+    assert forked.answers  # else both ran in new processes
+    return new, other
 
 
 def comparable(run: VirtualRun) -> dict[str, Any]:
