@@ -13,7 +13,6 @@ import ctypes
 import importlib
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -63,11 +62,6 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for target, opened in enumerate(streams):
             os.dup2(opened, target)
-        random.seed()
-        pending: dict[str, Any] = dict(self._hidden.pending)
-        if "numpy.random" in pending:
-            pending["numpy.random"].seed()
-        pending["torch"].default_generator.seed()  # a new process begins with a random seed, too
         self._command = list(command)
         original = atexit.register
 

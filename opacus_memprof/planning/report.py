@@ -75,21 +75,15 @@ def print_plan(verdict: Verdict, console: Console) -> None:
 def view_verdict(verdict: Verdict) -> VerdictView:
     """Returns the view of a verdict, which every output of it shows."""
     run, gpu = verdict.run, gpu_name(verdict.configuration.gpu, verdict.configuration.memory)
-    room = f"the {format_bytes(run.may_reserve or 0)} that it may reserve"
-    lines = []
+    about = "" if run.fits or verdict.whole is not None else "predicted "
+    lines = [f"needs a GPU with {about}{format_bytes(verdict.needed)}, {format_bytes(run.context or 0)} of it for CUDA"]
     if run.fits:
         where = f"on {gpu}, with {format_bytes(verdict.spare)} to spare"
-        lines.append(f"reserves {format_bytes(verdict.needed)} at most of {room}")
         if run.retries:
             lines.append(_only_just(run))
     else:
-        about = "" if verdict.whole is not None else "about "
-        if verdict.spare < 0:
-            where = f"on {gpu}: {about}{format_bytes(-verdict.spare)} too much"
-        else:  # fragments: with more memory it would have reserved less than it had here
-            where = f"on {gpu}, for its memory is in fragments"
-        lines += [f"needs {about}{format_bytes(verdict.needed)} of {room}", f"memory ran out at {_place(run)}"]
-    lines.append(f"CUDA's context and libraries take {format_bytes(run.context or 0)}")
+        where = f"on {gpu}: {about}{format_bytes(max(-verdict.spare, 0))} too much"
+        lines.append(f"memory ran out at {_place(run)}")
     peak = run if run.fits else verdict.whole
     if peak is not None and peak.requested is not None:
         lines.append(f"its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")

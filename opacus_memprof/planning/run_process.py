@@ -8,6 +8,7 @@ suggestion, and writes data that the profile does not have into facts.json.
 import atexit
 import json
 import os
+import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,10 @@ from opacus_memprof.running.recording import ProgramRecording
 
 if TYPE_CHECKING:
     from opacus_memprof.planning.changes import OpacusSetup
+
+_SEED = (
+    0  # runs of a plan draw the same random numbers, unless the program chooses a seed; else they could not be compared
+)
 
 
 class RunFacts:
@@ -53,6 +58,9 @@ class RunFacts:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._torch_imported = True
+        torch.default_generator.manual_seed(_SEED)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(_SEED)
         self._note_import("torch")
         register_optimizer_step_post_hook(self._on_step)
         reset = torch.cuda.memory.reset_peak_memory_stats
@@ -120,6 +128,7 @@ def main() -> None:
     """Runs the program that sys.argv names, and exits as the program does."""
     configuration, directory = PlannedConfiguration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
     program = configuration.program
+    random.seed(_SEED)
     # Made first, because the exit handler that writes the facts must run after the recording's own.
     facts = RunFacts(configuration, directory)
     try:

@@ -12,9 +12,13 @@ from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedP
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.virtual_run import LOG, VirtualRun
 from opacus_memprof.profiles.oom_report import APPLICABLE
+from opacus_memprof.virtual_gpu import smallest_memory
+from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
 
 LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit on no real GPU
 _MOST_ADVICE = 4
+_EXACT = 0.98  # memory below this part of what is needed is known not to suffice
+_MIB = 2**20  # to which the memory of cards is rounded up
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Verdict:
 
     Attributes:
         whole: the run with more memory; None if the configuration fits, or not even in LARGEST_MEMORY.
-        needed: bytes to reserve: measured in `run` or `whole`, otherwise computed in the OOM report.
+        needed: bytes that a card must have: it fits there, and not with _EXACT of them. Computed in the OOM report if
+            it does not even fit in LARGEST_MEMORY.
     """
 
     configuration: PlannedConfiguration
@@ -53,8 +58,19 @@ class Verdict:
 
     @property
     def spare(self) -> int:
-        """Bytes that can be reserved and are not needed; negative if it does not fit."""
-        return (self.run.may_reserve or 0) - self.needed
+        """Bytes of the card that are not needed; negative if it does not fit."""
+        return self.memory - self.needed
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the card."""
+        return memory_of(self.configuration)
+
+
+def memory_of(configuration: PlannedConfiguration) -> int:
+    """Returns the bytes of the GPU of a configuration."""
+    total = find_gpu(configuration.gpu).total_memory
+    return total if configuration.memory is None else configuration.memory
 
 
 def check_run(program: PlannedProgram, run: VirtualRun) -> None:
@@ -91,7 +107,7 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
     (run,) = runs.all([configuration])
     check_run(configuration.program, run)
     if run.fits:
-        return Verdict(configuration, run, needed=run.reserved or 0)
+        return Verdict(configuration, run, needed=least_memory(runs, configuration, run))
     report = run.oom_report() or {}
     suggestions = _worth_trying(report.get("suggestions", ()))
     changed = [_applied(configuration, suggestion["actions"], mode_argument) for suggestion in suggestions]
@@ -106,10 +122,52 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
             failure = result.error or result.last_words() or "it used no GPU"
         predicted = suggestion["predicted_peak_bytes"]
         advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
-    computed = report.get("needed", {}).get("bytes", 0)
-    needed = (whole.reserved or 0) if whole.fits else max(computed, run.may_reserve or 0)
+    if whole.fits:
+        needed = least_memory(runs, large, whole, memory_of(configuration))
+    else:
+        needed = max(report.get("needed", {}).get("bytes", 0), run.may_reserve or 0) + (run.context or 0)
     advice.sort(key=lambda each: not (each.tried is not None and each.tried.fits))  # stable: smallest change first
     return Verdict(configuration, run, whole if whole.fits else None, needed, advice)
+
+
+def least_memory(runs: PlannedRuns, configuration: PlannedConfiguration, run: VirtualRun, too_little: int = 0) -> int:
+    """Finds the bytes that a card must have for a configuration, by halving its memory.
+
+    What a run reserves says too much: torch keeps what it has freed as long as there is room, and gives it back when
+    memory runs out.
+
+    Args:
+        runs: the runs of the plan.
+        configuration: a configuration that fits.
+        run: its run.
+        too_little: bytes of a card on which it does not fit.
+
+    Returns:
+        Bytes with which a run fits, while one with _EXACT of them does not. The least that a virtual GPU can have is
+        not halved: there, it is what the run took.
+    """
+    base = GPUS[configuration.gpu].context_memory
+    least = smallest_memory(configuration.gpu)
+    low, high = max(too_little, base + (run.requested or 0)), memory_of(configuration)
+    while low < _EXACT * high and least < high:
+        taken = high if run.retries else max(least, _taken(run))  # enough, for a run that has given nothing back
+        top, parts = (taken, runs.workers) if taken < high else (high, runs.workers + 1)
+        cuts = {_whole(low + (top - low) * part // parts) for part in range(1, runs.workers + 1)}
+        sizes = sorted({max(least, cut) for cut in cuts if cut < high})
+        tried = runs.all([replace(configuration, memory=size) for size in sizes])
+        low = max([low, *(size for size, each in zip(sizes, tried, strict=True) if not each.fits)])
+        fitting = [(size, each) for size, each in zip(sizes, tried, strict=True) if each.fits and size > low]
+        high, run = min(fitting, default=(high, run), key=lambda found: found[0])
+    return min(high, _taken(run)) if high == least and not run.retries else high
+
+
+def _taken(run: VirtualRun) -> int:
+    """Returns the bytes that a run took from its GPU, rounded up."""
+    return _whole((run.context or 0) + (run.reserved or 0))
+
+
+def _whole(size: int) -> int:
+    return -(-size // _MIB) * _MIB
 
 
 def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -71,8 +71,10 @@ class PlanVerdict(JsonObject):
     """Whether one configuration fits.
 
     Attributes:
-        memory_bytes: memory of the GPU; None for the default of its kind.
-        needed_bytes: bytes to reserve. `spare_bytes`: the rest of the reservable bytes; negative if it does not fit.
+        memory_bytes: memory of the GPU, as given; None for that of its kind.
+        needed_bytes: the memory that a GPU of this kind must have, found by runs: at most 2 % above the least that
+            works.
+        spare_bytes: the GPU's memory minus `needed_bytes`; negative if it does not fit.
         with_more_memory: the same run on a GPU that is large enough; None if the run fits, or no GPU is.
     """
 

@@ -7,7 +7,14 @@ virtual GPU by accident.
 """
 
 from opacus_memprof.virtual_gpu.describe import begin_run, describe_gpus, describe_limits, describe_run
-from opacus_memprof.virtual_gpu.process import active, choose_gpu, default_answers, load_no_weights, start
+from opacus_memprof.virtual_gpu.process import (
+    active,
+    choose_gpu,
+    default_answers,
+    load_no_weights,
+    smallest_memory,
+    start,
+)
 from opacus_memprof.virtual_gpu.simulated_rank import check_ranks, local_world_size, simulate_rank
 
 __all__ = [
@@ -22,5 +29,6 @@ __all__ = [
     "load_no_weights",
     "local_world_size",
     "simulate_rank",
+    "smallest_memory",
     "start",
 ]

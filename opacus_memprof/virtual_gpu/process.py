@@ -121,13 +121,18 @@ def choose_gpu(kind: str, memory: int | None, count: int) -> Gpu:
         raise MemprofError(f"a process cannot have {count} virtual GPUs: give a number from 1 to {_MAX_DEVICES}")
     if memory is None:
         return gpu
-    smallest = gpu.context_memory + _MIN_MEMORY
+    smallest = smallest_memory(kind)
     if not smallest <= memory <= _MAX_MEMORY:
         raise MemprofError(
             f"a virtual GPU cannot have {format_bytes(memory)}: give at least {format_bytes(smallest)}, of which a "
             f"CUDA context takes {format_bytes(gpu.context_memory)}, and at most {format_bytes(_MAX_MEMORY)}"
         )
     return replace(gpu, total_memory=memory)
+
+
+def smallest_memory(kind: str) -> int:
+    """Returns the least bytes that a virtual GPU of a kind can have. Raises MemprofError if there is no such kind."""
+    return find_gpu(kind).context_memory + _MIN_MEMORY
 
 
 def default_answers() -> dict[str, int]:

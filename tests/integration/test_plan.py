@@ -92,10 +92,13 @@ def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
     trained = 16 * width + width + width * width + width
     whole = verdict["with_more_memory"]
     samples = 4 * batch * trained
-    assert samples < whole["requested_bytes"] <= whole["reserved_bytes"] == verdict["needed_bytes"]
+    assert samples < whole["requested_bytes"] <= whole["reserved_bytes"]
+    # Nothing is freed that could be given back: no memory below the peak, and none above what was reserved is needed.
+    context = GPUS["t4"].context_memory
+    assert whole["requested_bytes"] < verdict["needed_bytes"] - context < whole["reserved_bytes"] + 4 * MIB
     assert (whole["category"], whole["module"]) == ("per_sample_gradients", "2")
     assert (verdict["run"]["phase"], verdict["run"]["module"]) == ("backward", "2")
-    assert verdict["spare_bytes"] == ROOM - whole["reserved_bytes"] < 0
+    assert verdict["spare_bytes"] == MEMORY - verdict["needed_bytes"] < 0
     first = verdict["advice"][0]
     assert first["tried"]["fits"]
     assert first["tried"]["reserved_bytes"] <= ROOM

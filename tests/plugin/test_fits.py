@@ -8,6 +8,7 @@ from tests.plugin.conftest import LOAD, Run
 TESTS = """
 import pytest
 import torch
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 MIB = 2**20
 # Blocks of 64 MiB are reserved as they are.
@@ -58,7 +59,8 @@ def train():
 def test_plans(memory_plan):
     planned = memory_plan(train, gpu="t4")
     assert planned.fits
-    assert planned.needed_bytes == 2 * 64 * MIB
+    needed = GPUS["t4"].context_memory + 2 * 64 * MIB
+    assert needed <= planned.needed_bytes < needed + MIB
 """
 
 
