@@ -34,6 +34,7 @@ from opacus_memprof.profiles.units import format_bytes, format_count, format_mom
 
 _UNATTRIBUTED = "unattributed"
 _MATERIAL = 0.05  # the fraction of the peak above which unattributed bytes are listed by line
+_LARGE_LINE = 0.01  # the fraction of the peak above which a line is listed
 _TOP = 10  # number of parts of a peak that tables name; the others are summed up
 _TOTALS = {
     "requested_bytes": ("requested", "what the program asked for"),
@@ -105,8 +106,8 @@ class DeviceView:
         totals: label, size and meaning of the requested, allocated and reserved bytes at the peak.
         categories, components, modules: the parts of the peak, the largest first.
         lines: the parts of the peak by the innermost line of the user's own code that made them, as far as known.
-        unattributed: the unattributed bytes at the peak by the same lines; the last part is of no known line. Empty if
-            they are less than a twentieth of the peak.
+        unattributed: the unattributed bytes at the peak by the same lines; the last part is of small and unknown lines.
+            Empty if they are less than a twentieth of the peak.
         holders: who holds the captured activations, and how much.
         phases: in the order of profile.json; `phases_note` says how their steps are counted.
         steps_note: the same for a page that shows steps as well.
@@ -231,7 +232,7 @@ def view_device(device: Device, title: str) -> DeviceView:
         components=groups_of(peak.components, whole),
         modules=groups_of(peak.modules, whole),
         lines=groups_of(by_innermost_line(peak.lines), whole),
-        unattributed=_unattributed_lines(peak),
+        unattributed=unattributed_parts(peak.categories, _unattributed_by_line(peak), whole),
         holders=[
             (_HOLDERS.get(holder, holder), format_bytes(size))
             for holder, size in largest_first(dict(peak.activation_hooks))
@@ -262,17 +263,23 @@ def groups_of(groups: Groups, whole: int, count: int = _TOP) -> list[Part]:
     return parts
 
 
-def _unattributed_lines(peak: Peak) -> list[Part]:
-    whole, total = peak.requested_bytes, peak.categories.get(_UNATTRIBUTED, 0)
+def unattributed_parts(categories: Mapping[str, int], by_line: Mapping[str, int], whole: int) -> list[Part]:
+    """Returns unattributed bytes by line, and a last part for small and unknown lines.
+
+    Empty if they are less than a twentieth of the `whole`.
+    """
+    total = categories.get(_UNATTRIBUTED, 0)
     if total <= _MATERIAL * whole:
         return []
-    lines = {name: sizes.get(_UNATTRIBUTED, 0) for name, sizes in by_innermost_line(peak.lines).items()}
-    rows = largest_first(lines)
-    parts = [_part(name, {_UNATTRIBUTED: size}, whole) for name, size in rows[:_TOP]]
+    rows = [(name, size) for name, size in largest_first(by_line) if size >= _LARGE_LINE * whole][:_TOP]
+    parts = [_part(name, {_UNATTRIBUTED: size}, whole) for name, size in rows]
     if rest := total - sum(part.bytes for part in parts):
-        name = f"{len(rows) - _TOP} more, and no known line" if len(rows) > _TOP else "no known line"
-        parts.append(_part(name, {_UNATTRIBUTED: rest}, whole, is_rest=True))
+        parts.append(_part("elsewhere", {_UNATTRIBUTED: rest}, whole, is_rest=True))
     return parts
+
+
+def _unattributed_by_line(peak: Peak) -> dict[str, int]:
+    return {name: sizes.get(_UNATTRIBUTED, 0) for name, sizes in by_innermost_line(peak.lines).items()}
 
 
 def largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -55,12 +55,16 @@ class HeldBlocks(JsonObject):
 
 
 class Holders(JsonObject):
-    """Live bytes, the largest first: by category, by module and category, by step, and by origin."""
+    """Live bytes, the largest first: by category, by module and category, by step, and by origin.
+
+    `unattributed` are those of that category by the line of the user's own code that made them, as far as known.
+    """
 
     categories: Sizes
     modules: Groups
     steps: list[HeldSince]
     largest: list[HeldBlocks]
+    unattributed: Sizes = {}
 
 
 class LeftBehind(JsonObject):

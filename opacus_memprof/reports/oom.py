@@ -5,12 +5,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from opacus_memprof.analysis.profile_view import unattributed_parts
 from opacus_memprof.analysis.verdict_view import select_suggestions
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
 from opacus_memprof.reports.html.page_builder import build_page
-from opacus_memprof.reports.text import table_of
+from opacus_memprof.reports.text import print_unattributed, table_of
 
 _TOP = 8
 _TOP_SUGGESTIONS = 4
@@ -104,6 +105,7 @@ def _print_holders(report: OomReport, console: Console) -> None:
         table.add_row(module, format_bytes(group.bytes), category, made, str(group.blocks))
     console.print()
     console.print(table)
+    print_unattributed(unattributed_parts(holders.categories, holders.unattributed, report.live_bytes), console)
 
 
 def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opacus_memprof.analysis.job_view import JobView
-from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first
+from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first, unattributed_parts
 from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Finding, virtual_mark
@@ -24,6 +24,7 @@ from opacus_memprof.reports.text import (
     print_check,
     print_indented,
     print_job,
+    print_unattributed,
     print_warnings,
     status_markup,
     table_of,
@@ -31,7 +32,6 @@ from opacus_memprof.reports.text import (
 
 _CATEGORIES = 5
 _MODULES = 5
-_LINES = 5
 _OUTCOME_STYLE = {"failed": "bold red", "fits": "bold green", "peak": "bold"}
 _EFFECT_STYLE = {"too large": "yellow", "fits tightly": "yellow", "fails": "red"}
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -119,7 +119,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
         for device in view.devices.values():
             _print_held("AT THE PEAK", device.device.peak.categories, device.device.peak.requested_bytes, console)
             _print_modules(_sizes_of(device.device.peak.modules), console)
-            _print_unattributed(device, console)
+            print_unattributed(device.unattributed, console)
             _print_phases(device, console)
     _print_checks(view, console)
     print_warnings(profile.warnings, console)
@@ -134,6 +134,8 @@ def print_failure(report: OomReport, console: Console) -> None:
     print_verdict(failure_verdict(report), console)
     _print_held("HELD AT THE FAILURE", report.holders.categories, report.live_bytes, console)
     _print_modules(_sizes_of(report.holders.modules), console, count=3)
+    holders = report.holders
+    print_unattributed(unattributed_parts(holders.categories, holders.unattributed, report.live_bytes), console)
 
 
 def print_verdict(verdict: VerdictView, console: Console) -> None:
@@ -199,20 +201,6 @@ def _print_modules(sizes: Mapping[str, int], console: Console, count: int = _MOD
         table.add_row(escape(shorten_name(row.name)), times, format_bytes(row.largest), format_bytes(row.total))
     if rest := rows[count:]:
         table.add_row(f"{len(rest)} more", "", "", format_bytes(sum(row.total for row in rest)), style="dim")
-    console.print()
-    console.print(table)
-
-
-def _print_unattributed(view: DeviceView, console: Console) -> None:
-    if not view.unattributed:
-        return
-    table = table_of("UNATTRIBUTED, BY LINE", ("", ""), ())
-    for part in view.unattributed[:_LINES]:
-        table.add_row(escape(shorten_name(part.name)), part.size, part.share, style="dim" if part.is_rest else None)
-    if rest := view.unattributed[_LINES:]:
-        size = sum(part.bytes for part in rest)
-        share = format_share(size, view.device.peak.requested_bytes)
-        table.add_row(f"{len(rest)} more", format_bytes(size), share, style="dim")
     console.print()
     console.print(table)
 

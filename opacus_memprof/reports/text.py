@@ -180,8 +180,7 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
         _print_parts("module", view.modules, console)
     if view.lines:
         _print_parts("line of the program", view.lines, console)
-    if view.unattributed:
-        _print_parts("unattributed, by line", view.unattributed, console)
+    print_unattributed(view.unattributed, console)
     _print_phases(view, console)
     if view.failure:
         console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)
@@ -209,6 +208,17 @@ def _print_parts(title: str, parts: Sequence[Part], console: Console) -> None:
     for part in parts:
         name = escape(shorten_name(part.name)) or "(no module)"
         table.add_row(name, part.size, part.share, escape(part.mostly), style="dim" if part.is_rest else None)
+    console.print()
+    console.print(table)
+
+
+def print_unattributed(parts: Sequence[Part], console: Console) -> None:
+    """Prints the result of analysis.profile_view.unattributed_parts."""
+    if not parts:
+        return
+    table = table_of("UNATTRIBUTED, BY LINE", ("", ""), ())
+    for part in parts:
+        table.add_row(escape(shorten_name(part.name, 48)), part.size, part.share, style="dim" if part.is_rest else None)
     console.print()
     console.print(table)
 

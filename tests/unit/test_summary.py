@@ -11,6 +11,7 @@ from rich.console import Console
 from opacus_memprof.analysis.oom.failure_report import build_report
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.reports.summary import ModuleRow, fold_modules, print_failure, print_summary
@@ -114,6 +115,56 @@ def test_the_largest_reserved_memory_of_the_run_stands_beside_the_peak() -> None
 
     assert line(bytes=3 * MIB, step=0, phase="forward") == "LARGEST RESERVED 3.00 MiB in forward of step 0"
     assert line(bytes=3 * MIB, step=1, phase="clip") == "LARGEST RESERVED 3.00 MiB"
+
+
+def test_unattributed_memory_is_listed_by_line() -> None:
+    stacks = {
+        "train.py:41 in update < train.py:60 in main": {"unattributed": 5 * MIB},
+        "train.py:41 in update < train.py:72 in main": {"unattributed": 3 * MIB, "inputs": MIB},
+        "train.py:7": {"unattributed": MIB},
+        "train.py:8": {"unattributed": 100},
+    }
+    for total, shown in ((10 * MIB, True), (MIB, False)):  # of 20 MiB
+        peak = a_peak(
+            requested_bytes=20 * MIB,
+            categories={"unattributed": total, "inputs": 20 * MIB - total},
+            lines=stacks if shown else {"train.py:7": {"unattributed": total}},
+        )
+        screen = lines(print_summary, view_profile(a_profile(devices={"cpu": a_device(peak=peak)})))
+        heading = [number for number, line in enumerate(screen) if line.startswith("UNATTRIBUTED, BY LINE")]
+        assert bool(heading) == shown
+        for number in heading:
+            assert [line.split() for line in screen[number + 1 : number + 5]] == [
+                ["train.py:41", "in", "update", "8.00", "MiB", "40.0", "%"],
+                ["train.py:7", "1.00", "MiB", "5.0", "%"],
+                ["elsewhere", "1.00", "MiB", "5.0", "%"],
+                [],
+            ]
+
+
+def test_a_failure_lists_unattributed_memory_by_line() -> None:
+    op = "train.py:41 in update < train.py:60 in main"
+    holding = {"bytes": 900 * MIB, "blocks": 3, "largest": 300 * MIB, "category": "unattributed", "module": ""}
+    failure = {
+        "number": 0,
+        "device": "cpu",
+        "requested": 12 * MIB,
+        "category": "unattributed",
+        "module": "",
+        "op": "",
+        "phase": "idle",
+        "step": 0,
+        "logical_step": 0,
+        "unix_ns": 0,
+        "holdings": [{**holding, "op": op, "phase": "idle", "step": 0}],
+        "upstream": {"limit": 905 * MIB},
+    }
+    names = NameLists(ops=["", op], lines=["", "train.py:41 in update"])
+    report = build_report([failure], TrainingShapes(), names=names)
+    assert report.holders.unattributed == {"train.py:41 in update": 900 * MIB}
+    screen = lines(print_failure, report)
+    assert any(line.startswith("UNATTRIBUTED, BY LINE") for line in screen)
+    assert any(line.split()[:3] == ["train.py:41", "in", "update"] for line in screen)
 
 
 def test_a_run_without_privacy_has_no_costs() -> None:

@@ -14,7 +14,7 @@ from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits
 from opacus_memprof.analysis.oom.capacity import device_memory_at
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import Failure
+from opacus_memprof.analysis.oom.failure import Failure, sum_by
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.leftovers import find_leftovers
@@ -80,7 +80,7 @@ def build_report(
             parts={name: size for name, size in needed.parts.items() if size},
         ),
         mode=shapes.mode,
-        holders=_holders(failure),
+        holders=_holders(failure, dict(zip(names.ops, names.lines, strict=False))),
         left_behind=LeftBehind(
             bytes=left.bytes,
             categories=left.by_category,
@@ -140,7 +140,8 @@ def _request(failure: Failure) -> Request:
     )
 
 
-def _holders(failure: Failure) -> Holders:
+def _holders(failure: Failure, lines: Mapping[str, str]) -> Holders:
+    unattributed = [group for group in failure.block_groups if group.category == "unattributed" and lines.get(group.op)]
     modules: Groups = {}
     for (module, category), size in failure.sum_by(lambda group: (group.module, group.category)).items():
         modules.setdefault(module, {})[category] = size
@@ -152,4 +153,5 @@ def _holders(failure: Failure) -> Holders:
             for step, size in failure.sum_by(lambda group: group.step).items()
         ],
         largest=[HeldBlocks(**asdict(group), age=failure.step - group.step) for group in failure.block_groups[:_TOP]],
+        unattributed=sum_by(unattributed, lambda group: lines[group.op]),
     )
