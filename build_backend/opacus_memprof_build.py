@@ -4,9 +4,10 @@
 The extension subclasses torch's allocator, so it must be compiled against the very torch that it will run
 with. Listing torch as a build requirement would make pip download a second one into its isolated build
 environment. Instead the environment's own import path is appended to the isolated one: setuptools and the
-other build requirements still come from there, torch from where it will be used. Only where there is no
-torch at all is it asked for. The wheels that torch brings for CUDA 13 lack a folder of headers that their others
-include (crt/): it comes as one more build requirement, of 0.1 MB.
+other build requirements still come from there, torch from where it will be used. Where there is none, or where an
+installer's isolation hides it, a build fails with one sentence that says what to do; metadata and source distributions
+need no torch. The wheels that torch brings for CUDA 13 lack a folder of headers that their others include (crt/): it
+comes as one more build requirement, of 0.1 MB.
 """
 
 import ast
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof_finding import NO_TORCH
 from setuptools.build_meta import *  # noqa: F403  (the hooks that are not replaced below)
 
 
@@ -47,10 +49,13 @@ def _requirements(config_settings: Any = None) -> list[str]:
     if os.environ.get("OPACUS_MEMPROF_READER") == "1":  # the part that reads profiles needs no torch
         return []
     if importlib.util.find_spec("torch") is None:
-        return ["torch", "nvidia-cuda-crt"]
+        raise SystemExit(NO_TORCH)
     return _cuda_headers()
 
 
 get_requires_for_build_wheel = _requirements
 get_requires_for_build_editable = _requirements
-get_requires_for_build_sdist = _requirements
+
+
+def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
+    return []

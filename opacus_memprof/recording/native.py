@@ -2,7 +2,7 @@
 """Imports the compiled extension `_C`. Every other module imports its names from here.
 
 The extension derives from classes of torch that have no stable ABI. With another version of torch than it was built
-for, it would crash at some later allocation. So the versions are compared before it is loaded.
+for, it could crash at some later allocation. So the versions are compared before it is loaded.
 
 Raises:
     ImportError: the extension is missing, was built for another torch, or cannot be loaded. The message contains the
@@ -12,6 +12,8 @@ Raises:
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from opacus_memprof.profiles.versions import why_torch_does_not_fit
 
 
 def rebuild_command() -> str:
@@ -41,10 +43,8 @@ if importlib.util.find_spec("torch") is None:
 
 import torch  # noqa: E402  (before the extension, whose undefined symbols torch's libraries resolve)
 
-if torch.__version__ != _build_info.TORCH_VERSION:
-    raise _import_error(
-        f"opacus-memprof was built for torch {_build_info.TORCH_VERSION}, but torch {torch.__version__} is installed"
-    )
+if _reason := why_torch_does_not_fit(_build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent):
+    raise _import_error(f"opacus-memprof was {_reason}")
 
 try:
     from opacus_memprof._C import (

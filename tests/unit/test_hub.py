@@ -41,7 +41,7 @@ def test_nothing_tells_people_to_install_this_package_from_an_index() -> None:
 
 def test_what_installs_it_is_there() -> None:
     root = Path(__file__).parents[2]
-    assert ".[models,pictures]" in (root / "requirements.txt").read_text().splitlines()
+    assert ".[models,pictures,train]" in (root / "requirements.txt").read_text().splitlines()
     extras = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
     assert {"models", "pictures"} <= {line.partition(" = ")[0] for line in extras.splitlines()}
 

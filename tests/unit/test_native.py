@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import opacus_memprof
+from opacus_memprof.profiles import versions
 from opacus_memprof.recording import native
 
 PACKAGE = Path(opacus_memprof.__file__).parent
@@ -80,6 +81,42 @@ def test_another_torch_is_refused_before_the_extension_is_touched(
         "opacus-memprof was built for torch 2.15.0+cu132, but torch 2.15.1+cu132 is installed: in opacus-memprof's "
         "source tree run `pip install --force-reinstall --no-deps --no-cache-dir .`"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "header", "reason"),
+    [
+        ("2.15.0+cu132", "13.2", "class Allocator;", None),
+        ("2.15.1+cu130", "13.0", "class Allocator;", None),
+        (
+            "2.15.1+cu132",
+            "13.2",
+            "class Allocator { int other; };",
+            "is installed, whose allocator is declared otherwise",
+        ),
+        ("2.15.1+cu132", "13.2", "", "is installed, whose allocator is declared otherwise"),
+        ("2.16.0+cu132", "13.2", "class Allocator;", "but torch 2.16.0+cu132 is installed"),
+        ("2.15.0+cu128", "12.8", "class Allocator;", "but torch 2.15.0+cu128 is installed"),
+        ("2.15.0+cpu", None, "class Allocator;", "but torch 2.15.0+cpu is installed"),
+    ],
+)
+def test_a_patch_of_torch_fits_if_its_allocator_is_declared_alike(
+    version: str, cuda: str | None, header: str, reason: str | None, tmp_path: Path
+) -> None:
+    for folder, text in (("built", "class Allocator;"), ("installed", header)):
+        (tmp_path / folder / "include" / "c10" / "core").mkdir(parents=True)
+        (tmp_path / folder / "include" / "c10" / "core" / "Allocator.h").write_text(text)
+    build = SimpleNamespace(
+        TORCH_VERSION="2.15.0+cu132",
+        TORCH_CUDA="13.2",
+        ALLOCATOR_HEADERS=versions.hash_allocator_headers(tmp_path / "built"),
+    )
+    found = versions.why_torch_does_not_fit(build, version, cuda, tmp_path / "installed")
+    assert found == reason if reason is None else str(found).endswith(reason)
+
+
+def test_the_installed_torch_has_the_headers_that_are_compared() -> None:
+    assert versions.hash_allocator_headers(Path(torch.__file__).parent)
 
 
 def test_in_a_source_tree_the_command_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

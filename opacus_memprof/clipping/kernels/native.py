@@ -7,13 +7,19 @@ Raises:
     ImportError: the extension is missing, was built for another torch, or cannot be loaded.
 """
 
+from pathlib import Path
+
 import torch
+
+from opacus_memprof.profiles.versions import why_torch_does_not_fit
 
 try:
     from opacus_memprof import _build_info
 
-    if torch.__version__ != _build_info.TORCH_VERSION:
-        raise ImportError(f"it was built for torch {_build_info.TORCH_VERSION}, and torch {torch.__version__} is here")
+    if reason := why_torch_does_not_fit(
+        _build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent
+    ):
+        raise ImportError(f"it was {reason}")
     from opacus_memprof._clipping import (
         address_table,
         begin_tables_of_graph,

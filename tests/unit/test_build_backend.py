@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a build finds around it, in folders that are made here, and the package's static metadata."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, VERSION
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "build_backend"))
+import opacus_memprof_build as backend  # noqa: E402
+import opacus_memprof_finding as finding  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def toolkit(home: Path, version: int) -> Path:
+    """Makes a CUDA toolkit: version 99020 is 99.2."""
+    (home / "include" / "crt").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    (home / "include" / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
+    (home / "include" / "crt" / "host_defines.h").touch()
+    (home / "lib64" / f"libcudart.so.{version // 1000}").touch()
+    return home
+
+
+@pytest.fixture
+def no_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "package_folders", lambda name: [])
+
+
+@pytest.mark.usefixtures("no_wheels")
+def test_a_toolkit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path, 99020)))
+    found = finding.find_cuda("2.15.0", "99.0")
+    assert found == finding.Cuda([tmp_path / "include"], tmp_path / "lib64" / "libcudart.so.99")
+
+
+@pytest.mark.usefixtures("no_wheels")
+@pytest.mark.parametrize("lacking", ["include/cuda.h", "include/crt/host_defines.h", "lib64/libcudart.so.99"])
+def test_an_incomplete_toolkit_is_not_taken(lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toolkit(tmp_path, 99020) / lacking).unlink()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = finding.find_cuda("2.15.0", "99.2")
+    assert isinstance(found, str)
+    assert "pip install nvidia-cuda-crt==99.2.*" in found
+
+
+@pytest.mark.usefixtures("no_wheels")
+def test_a_toolkit_of_another_major_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path, 98080)))
+    assert isinstance(finding.find_cuda("2.15.0", "99.2"), str)
+
+
+def test_headers_of_wheels_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = toolkit(tmp_path / "nvidia" / "cu99", 99020)
+    (wheel / "lib64").rename(wheel / "lib")
+    monkeypatch.setattr(finding, "package_folders", lambda name: [tmp_path / name])
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "toolkit", 99000)))
+    found = finding.find_cuda("2.15.0", "99.2")
+    assert isinstance(found, finding.Cuda)
+    assert found.libcudart == wheel / "lib" / "libcudart.so.99"
+
+
+def test_a_torch_without_cuda_is_said() -> None:
+    assert finding.find_cuda("2.15.0+cpu", None) == "torch 2.15.0+cpu is a build without CUDA"
+
+
+def test_the_environment_decides_about_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPACUS_MEMPROF_CUDA", "0")
+    assert finding.choose_cuda("2.15.0", "13.2") is None
+    assert "the CPU part only: OPACUS_MEMPROF_CUDA is 0" in capsys.readouterr().out
+    monkeypatch.setenv("OPACUS_MEMPROF_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"CUDA cannot be built: torch 2\.15\.0 is a build without CUDA"):
+        finding.choose_cuda("2.15.0", None)
+    monkeypatch.setenv("OPACUS_MEMPROF_CUDA", "yes")
+    with pytest.raises(SystemExit, match="it can be auto, 0 or 1"):
+        finding.choose_cuda("2.15.0", None)
+
+
+@pytest.mark.usefixtures("no_wheels")
+def test_the_json_library_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nlohmann").mkdir()
+    (tmp_path / "nlohmann" / "json.hpp").touch()
+    monkeypatch.setenv("NLOHMANN_JSON_INCLUDE", str(tmp_path))
+    assert finding.json_include() == tmp_path
+
+
+def test_what_comes_and_goes_is_read_from_torch_s_headers(tmp_path: Path) -> None:
+    allocator = tmp_path / "c10" / "cuda" / "CUDACachingAllocator.h"
+    context = tmp_path / "ATen" / "cuda" / "CUDAContextLight.h"
+    for header in (allocator, context):
+        header.parent.mkdir(parents=True)
+    allocator.write_text(
+        "virtual std::pair<int, int>\n    markCaptureEnd(int device) = 0;\nvoid annotateMemory(int);\n"
+    )
+    context.write_text("struct WorkspaceMapWithMutex {};\n")
+    names = [name for name, _ in finding.torch_has(tmp_path)]
+    assert names == ["OPACUS_MEMPROF_HAS_markCaptureEnd", "OPACUS_MEMPROF_HAS_WorkspaceMapWithMutex"]
+
+
+def test_without_torch_a_build_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("OPACUS_MEMPROF_READER", raising=False)
+    with pytest.raises(SystemExit, match="install torch first; uv and `python -m build` hide it"):
+        backend.get_requires_for_build_wheel()
+    assert backend.get_requires_for_build_sdist() == []
+    monkeypatch.setenv("OPACUS_MEMPROF_READER", "1")
+    assert backend.get_requires_for_build_wheel() == []
+
+
+def test_a_version_is_the_same_everywhere() -> None:
+    assert PROJECT["version"] == VERSION
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version = {{{VERSION}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_metadata_is_static() -> None:
+    assert "dynamic" not in PROJECT
+    assert PROJECT["license"] == "Apache-2.0"
+    assert not any(name.startswith("License ::") for name in PROJECT["classifiers"])
+    assert not any(name.startswith(("torch", "opacus")) for name in PROJECT["dependencies"])
+
+
+def test_the_claimed_versions_are_those_of_the_extra() -> None:
+    after = TORCH_MINORS[-1].partition(".")[2]
+    torch = f"torch>={TORCH_MINORS[0]},<2.{int(after) + 1}"
+    assert PROJECT["optional-dependencies"]["train"] == [f"opacus>={LOWEST_OPACUS}", torch]
+
+
+def test_what_users_install_has_floors() -> None:
+    extras = {name: wanted for name, wanted in PROJECT["optional-dependencies"].items() if name not in ("test", "docs")}
+    for wanted in [PROJECT["dependencies"], *extras.values()]:
+        assert all(">=" in one for one in wanted if not one.startswith("opacus-memprof["))
