@@ -7,6 +7,7 @@
 #   make docs       the documentation as a site: build/site/index.html
 #   make docs-output    makes the pictures of the documentation again: two minutes
 #
+#   make release-check  what a release would publish, checked; publishes nothing
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
@@ -28,7 +29,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try format tidy FORCE
+.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try release-check format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -98,6 +99,19 @@ try: $(BIN)/python
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None)'; then \
 	    $(BIN)/python -m pytest -q -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) tests/gpu/test_allocator.py; fi
 
+# The source distribution is what a release publishes. It is built and its reader installed in environments of their own.
+RELEASE := build/release
+release-check: $(BIN)/python
+	$(INSTALL) build towncrier twine
+	rm -rf $(RELEASE)
+	$(BIN)/python -m build --sdist --outdir $(RELEASE)/dist .
+	$(BIN)/twine check --strict $(RELEASE)/dist/*
+	$(PYTHON) -m venv $(RELEASE)/environment
+	OPACUS_MEMPROF_READER=1 $(RELEASE)/environment/bin/pip install -q $(RELEASE)/dist/*.tar.gz
+	$(RELEASE)/environment/bin/opacus-memprof report tests/data/format_1_hooks
+	$(BIN)/towncrier build --draft --version $(call CLAIMED,claimed["VERSION"])
+	if command -v actionlint >/dev/null; then actionlint; else echo "workflows are not checked: actionlint is missing"; fi
+
 # The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.
 SANITIZERS := cpp-test-address,undefined cpp-test-thread
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
@@ -143,7 +157,7 @@ $(VENV)/.opacus-memprof-core: pyproject.toml | $(BIN)/python
 # What the build itself needs, so that it can run in the environment and compile only what has changed.
 $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard build_backend/*.py)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(INSTALL) torch
-	$(INSTALL) 'setuptools>=64' wheel ninja 'pybind11>=2.12'
+	$(INSTALL) 'setuptools>=77' wheel ninja 'pybind11>=2.12'
 	$(INSTALL) wheel $$(PYTHONPATH=build_backend $(BIN)/python -c \
 	    'import opacus_memprof_build as backend; print(*backend.get_requires_for_build_editable())')
 	touch $@

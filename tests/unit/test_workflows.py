@@ -42,5 +42,12 @@ def test_pull_requests_run_all_of_make_test() -> None:
     assert all(target in needed for target in targets(WORKFLOWS["ci"]["jobs"]["test"]))
 
 
+def test_only_a_tag_is_published() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["pypi"]["if"] == "github.ref_type == 'tag'"
+    for name, job in jobs.items():  # the others wait for it, and write nothing without it
+        assert name == "pypi" or job.get("needs") == "pypi" or "permissions" not in job
+
+
 def test_every_supported_torch_is_tried_each_night() -> None:
     assert WORKFLOWS["nightly"]["jobs"]["torch"]["strategy"]["matrix"]["minor"] == list(TORCH_MINORS)
