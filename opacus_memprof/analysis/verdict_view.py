@@ -45,6 +45,7 @@ class VerdictView:
         lines: further lines, each a label, which may be "", and a text.
         heading: of the fixes; without one of a failure, a sentence that says so.
         fixes: at most three.
+        device: its name in the profile; "" of a plan.
     """
 
     outcome: Literal["failed", "fits", "peak"]
@@ -53,6 +54,7 @@ class VerdictView:
     lines: Sequence[tuple[str, str]]
     heading: str
     fixes: Sequence[Fix]
+    device: str = ""
 
 
 def device_verdict(name: str, device: Device) -> VerdictView:
@@ -77,6 +79,7 @@ def device_verdict(name: str, device: Device) -> VerdictView:
         lines=lines,
         heading="COULD BE",
         fixes=[_improvement(each, peak.requested_bytes) for each in device.improvements[:_MOST_FIXES]],
+        device=name,
     )
 
 
@@ -93,6 +96,7 @@ def failure_verdict(report: OomReport) -> VerdictView:
         lines=[("", f"{format_bytes(request.bytes)} of {what} failed"), ("", " · ".join(_needs(report)))],
         heading="FIX" if fixes else "No known change would make it fit.",
         fixes=fixes,
+        device=report.device,
     )
 
 

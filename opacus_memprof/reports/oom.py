@@ -15,7 +15,7 @@ from opacus_memprof.reports.text import print_unattributed, table_of
 
 _TOP = 8
 _TOP_SUGGESTIONS = 4
-_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "suggestions.js", "oom.js"]
+_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "verdict.js", "suggestions.js", "oom.js"]
 
 
 def print_oom(report: OomReport, console: Console) -> None:

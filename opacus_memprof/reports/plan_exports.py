@@ -20,7 +20,7 @@ from opacus_memprof.reports.palette import THEMES, Theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "plan_draws.js", "plan.js"]
+_SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "verdict.js", "plan_draws.js", "plan.js"]
 _OF_CELL = ("mode", "settings", "gpu", "fixed", "largest", "error")
 _OF_RUN = (
     "fits",

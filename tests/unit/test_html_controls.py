@@ -41,7 +41,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_the_timeline_zooms_by_mouse(open_page: Open, steps: tuple[Path, dict[str, Any], np.ndarray]) -> None:
     path, _, live = steps
-    report = open_page(path)
+    report = open_page(path, viewport={"width": 1200, "height": 1400})  # with all of the card in view
     mouse, box = report.page.mouse, report.page.locator(".chart").bounding_box()
     first, last = report.view()
     assert (first, last) == (0, len(live))
@@ -249,3 +249,88 @@ def test_links_within_the_page(open_page: Open, trained: tuple[Path, dict[str, A
 def _in_view(element: Any) -> bool:
     top: float = element.evaluate("(one) => one.getBoundingClientRect().top")
     return 0 <= top < 800
+
+
+def test_the_address_says_what_is_shown(
+    open_page: Open, steps: tuple[Path, dict[str, Any], np.ndarray], trained: tuple[Path, dict[str, Any]]
+) -> None:
+    """Whoever opens the address sees the same part of the timeline, module and table."""
+    report = open_page(steps[0])
+    assert report.page.evaluate("location.hash") == ""
+    report.page.get_by_role("button", name="By time").click()
+    report.page.get_by_role("button", name="Show step 3 in the timeline").click()
+    other = _opened_anew(open_page, report)
+    assert other.view() == pytest.approx(report.view(), abs=1)
+    assert other.page.get_by_role("button", name="By time").get_attribute("aria-pressed") == "true"
+    other.page.get_by_role("button", name="Show the whole run").click()
+    assert "from=" not in other.page.evaluate("location.hash")
+
+    report = open_page(trained[0])
+    report.page.locator('.cell[data-module="encoder"]').click()
+    report.page.get_by_role("button", name="Ops", exact=True).click()
+    other = _opened_anew(open_page, report)
+    assert other.page.locator(".icicle").get_attribute("data-module") == "encoder"
+    assert other.page.get_by_role("button", name="Ops", exact=True).get_attribute("aria-pressed") == "true"
+    other.page.locator(".breadcrumb").get_by_role("button", name="all modules").click()
+    assert "module=" not in other.page.evaluate("location.hash")
+
+
+def _opened_anew(open_page: Open, report: Opened) -> Opened:
+    path, _, fragment = report.page.evaluate("location.href").partition("#")
+    assert fragment
+    other = open_page(Path(path.removeprefix("file://")))
+    other.page.goto(f"{path}#{fragment}")
+    other.page.reload()
+    other.page.wait_for_selector("footer")
+    return other
+
+
+def test_an_address_of_another_page_shows_the_beginning(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+    report = open_page(trained[0])
+    report.page.goto(
+        f"{trained[0].as_uri()}#run=7&device=cuda:9&module=<b>&from=x&to=-1&part=none&card=nowhere&unit=day"
+    )
+    report.page.reload()
+    report.page.wait_for_selector("footer")
+    assert report.page.locator(".icicle").get_attribute("data-module") == ""
+    assert report.view()[0] == 0
+
+
+def test_modules_are_searched(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+    path, profile = trained
+    report, tree = open_page(path), profile["devices"]["cuda:0"]["peak"]["module_tree"]
+    report.page.get_by_role("searchbox", name="Search modules").fill("LAYERS")
+    found = {row[0]: int(row[1]) for row in report.rows("Modules with layers")}
+    expected = {name: size for name, size in tree.items() if "layers" in name and size}
+    assert found.items() <= expected.items()
+    assert set(found) >= {name for name in profile["devices"]["cuda:0"]["peak"]["modules"] if "layers" in name}
+    report.page.get_by_role("searchbox", name="Search modules").fill("no such module")
+    assert "No module has a name with this text." in report.texts("#modules")[0]
+    report.page.get_by_role("searchbox", name="Search modules").fill("")
+    assert report.rows("Modules inside all modules")
+
+
+def test_repeated_modules_are_one_row(open_page: Open, tmp_path: Path) -> None:
+    file = EventFile()
+    for layer in range(12):
+        file.add("alloc", 0x1000 + layer, 1000 + layer, "noise", module=f"layers.{layer}.mlp")
+    file.add("alloc", 0x9000, 500, "noise", module="layers.norm")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    write_html(view_profile(profile, tmp_path), tmp_path / "report.html")
+    report = open_page(tmp_path / "report.html")
+    report.page.locator('.cell[data-module="layers"]').first.click()
+    inside = "Modules inside layers"
+    whole = sum(1000 + layer for layer in range(12))
+    rows = {row[0][:10]: row[1:3] for row in report.rows(inside)}
+    assert rows == {"[0-11].mlp": ["1011", str(whole)], "norm": ["500", "500"]}  # the largest, and all together
+    report.page.get_by_role("button", name="[0-11].mlp").click()
+    assert [row[:2] for row in report.rows(inside)] == [[f"{layer}.mlp", str(1000 + layer)] for layer in range(12)]
+
+
+def test_code_is_copied(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
+    report = open_page(trained[0])
+    report.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    assert report.texts("#verdict .headline") == ["OUT OF MEMORY in noise of step 0, cuda:0"]
+    report.page.locator("#verdict").get_by_role("button", name="Copy").first.click()
+    report.page.wait_for_function("() => document.querySelector('#verdict .copy').textContent === 'Copied'")
+    assert report.page.evaluate("navigator.clipboard.readText()") == "B = 1"

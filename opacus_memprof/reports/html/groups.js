@@ -15,12 +15,17 @@ function groupsCard({ device }) {
   const known = Object.keys(GROUPS).filter((key) => Object.keys(peak[key] ?? {}).length);
   if (!known.length) return null;
   const content = element("div");
-  const buttons = known.map((key) => element("button", { type: "button", onclick: () => show(key) }, GROUPS[key][0]));
+  const open = (key) => {
+    writeAddress({ part: key === known[0] ? null : key });
+    show(key);
+  };
+  const buttons = known.map((key) => element("button", { type: "button", onclick: () => open(key) }, GROUPS[key][0]));
   function show(key) {
     buttons.forEach((button, index) => button.setAttribute("aria-pressed", String(known[index] === key)));
     content.replaceChildren(groupTable(GROUPS[key][1], peak[key], peak.requested_bytes));
   }
-  show(known[0]);
+  const { part } = readAddress();
+  show(known.includes(part) ? part : known[0]);
   const toolbar = element("div", { class: "toolbar", role: "toolbar", "aria-label": "Group the peak by" }, [
     element("div", { class: "group" }, buttons),
   ]);

@@ -60,6 +60,7 @@ function contents(cards) {
     const heading = section.querySelector("h2");
     const go = (event) => {
       event.preventDefault();
+      writeAddress({ card: section.id });
       section.scrollIntoView();
       heading.tabIndex = -1;
       heading.focus({ preventScroll: true });

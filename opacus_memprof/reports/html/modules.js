@@ -18,6 +18,11 @@ class ModuleView {
     this.breadcrumb = element("nav", { class: "breadcrumb", "aria-label": "Module path" });
     this.tree = element("div", { class: "icicle", role: "tree", "aria-label": "Modules by bytes at the peak" });
     this.list = element("div");
+    this.search = element("input", { type: "search", placeholder: "Search modules", "aria-label": "Search modules" });
+    this.search.addEventListener("input", () => {
+      writeAddress({ find: this.search.value });
+      this.showList();
+    });
     this.live = element("p", { class: "visually-hidden", "aria-live": "polite" });
     const help =
       "Click a module, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.";
@@ -25,21 +30,42 @@ class ModuleView {
     this.card = card(
       "modules",
       "Modules at the peak",
-      [this.breadcrumb, this.tree, element("p", { class: "hint" }, help), this.list, this.live],
+      [this.breadcrumb, this.tree, element("p", { class: "hint" }, help), this.search, this.list, this.live],
     );
     new ResizeObserver(() => this.resized()).observe(this.tree);
-    this.open(root);
+    this.nodes = [...inTree(root)];
+    const { module, find } = readAddress();
+    this.search.value = find ?? "";
+    this.show(this.nodes.find(({ name, itself, children }) => name === module && !itself && children.length) ?? root);
   }
 
   /** Makes a module the widest; what is inside it fills the rows below. */
   open(node, { focus = false } = {}) {
+    this.search.value = "";
+    writeAddress({ module: node.name, find: null });
+    this.show(node);
+    if (focus) this.focusOn(node);
+    this.live.textContent = `${moduleLabel(node)}, ${formatBytes(node.total)}`;
+  }
+
+  show(node) {
     this.node = node;
     this.draw();
     this.showPath();
-    this.list.replaceChildren(this.childrenTable());
+    this.showList();
     this.tree.dataset.module = node.name;
-    if (focus) this.focusOn(node);
-    this.live.textContent = `${moduleLabel(node)}, ${formatBytes(node.total)}`;
+  }
+
+  /** What is inside the module, or all modules that the search finds. */
+  showList() {
+    const text = this.search.value.trim().toLowerCase();
+    if (!text) {
+      this.list.replaceChildren(this.childrenTable());
+      return;
+    }
+    const found = this.nodes.filter(({ name, itself }) => !itself && name.toLowerCase().includes(text));
+    const none = element("p", { class: "muted" }, "No module has a name with this text.");
+    this.list.replaceChildren(found.length ? this.moduleTable(`Modules with ${text}`, found, ({ name }) => name) : none);
   }
 
   resized() {
@@ -148,21 +174,58 @@ class ModuleView {
 
   childrenTable() {
     const { node } = this;
-    const rows = node.children.length ? node.children : [node];
+    const rows = node.children.length ? folded(node.children) : [node];
+    return this.moduleTable(`Modules inside ${moduleLabel(node)}`, rows, ({ label }) => label);
+  }
+
+  /** A table of modules. A row of several, which repeat, is replaced by them when it is opened. */
+  moduleTable(title, rows, labelOf) {
     const largest = Math.max(...rows.map(({ total }) => total));
+    const open = (row) => {
+      if (row.together) this.list.replaceChildren(this.moduleTable(title, row.together, labelOf));
+      else this.open(row);
+    };
     const name = (row) =>
-      row.children.length && row !== node
-        ? element("button", { type: "button", class: "link", onclick: () => this.open(row) }, row.label)
-        : row.label;
+      row.together || (row.children.length && row !== this.node)
+        ? element("button", { type: "button", class: "link", onclick: () => open(row) }, labelOf(row))
+        : labelOf(row);
+    const each = (row) => bytes(row.together ? Math.max(...row.together.map(({ total }) => total)) : row.total);
     const columns = [
-      { title: "module", as: "name", value: (row) => row.label, cell: name },
+      { title: "module", as: "name", value: (row) => labelOf(row), cell: name },
       { title: "bytes", number: true, value: (row) => row.total, cell: (row) => bytes(row.total) },
       { title: "share", number: true, cell: (row) => formatShare(row.total, this.whole) },
       { title: "by category", as: "wide", cell: (row) => stackedBar(row.sizes, largest) },
       { title: "mostly", as: "category", cell: (row) => largestFirst(row.sizes)[0]?.[0] ?? "" },
     ];
-    return table(`Modules inside ${moduleLabel(node)}`, columns, rows, { first: 12 });
+    if (rows.some(({ together }) => together)) columns.splice(1, 0, { title: "each", number: true, cell: each });
+    return table(title, columns, rows, { first: 12 });
   }
+}
+
+const FEWEST_FOLDED = 3;
+
+/** Modules whose labels differ in their number only are one row, `[0-11].mlp ×12`; the largest one is `each`. */
+function folded(children) {
+  const groups = new Map();
+  for (const child of children) {
+    const [, number, rest] = child.label.match(/^(\d+)(\..*)?$/) ?? [];
+    const key = number === undefined ? child.label : `#${rest ?? ""}`;
+    groups.set(key, [...(groups.get(key) ?? []), child]);
+  }
+  return [...groups].flatMap(([key, together]) => {
+    if (!key.startsWith("#") || together.length < FEWEST_FOLDED) return together;
+    const sizes = {};
+    for (const child of together) addSizes(sizes, child.sizes);
+    const numbers = together.map(({ label }) => parseInt(label, 10));
+    const ranges = numbers[numbers.length - 1] - numbers[0] === numbers.length - 1;
+    const which = ranges ? `${numbers[0]}-${numbers[numbers.length - 1]}` : numbers.join(",");
+    return { label: `[${which}]${key.slice(1)} ×${numbers.length}`, sizes, total: sum(sizes), children: [], together };
+  });
+}
+
+function* inTree(node) {
+  yield node;
+  for (const child of node.children) yield* inTree(child);
 }
 
 function largestLines(sizes) {

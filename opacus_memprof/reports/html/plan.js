@@ -76,7 +76,7 @@ function adviceCard() {
       ? ["peak ", bytes(tried.requested_bytes), ", reserved ", bytes(tried.reserved_bytes)]
       : ["predicted peak ", bytes(predicted), failure ? `; ${failure}` : ""];
     const named = element("h4", {}, title, element("span", { class: `chip ${style}` }, verdict));
-    return element("li", { class: "suggestion" }, named, element("p", {}, outcome), element("pre", {}, code));
+    return element("li", { class: "suggestion" }, named, element("p", {}, outcome), copyable(code));
   });
   return card("advice", "What would make it fit", element("ol", {}, items));
 }

@@ -3,6 +3,7 @@
 
 // Each makes a card of {profile, run, device, deviceName, chart}, or null where there is nothing to show.
 const CARDS = [
+  verdictCard,
   (context) => ranksCard(context, choices.chooseRun),
   failuresCard,
   warningsCard,
@@ -18,29 +19,36 @@ const CARDS = [
   snapshotsCard,
 ];
 
-const page = { run: REPORT.runs[0], deviceName: null, chart: null };
+const page = { run: null, deviceName: null, chart: null };
 const choices = {
   theme: themeSwitch(() => page.chart?.draw()),
-  chooseRun: (index) => show({ run: REPORT.runs[index] }, RUN),
-  chooseDevice: (deviceName) => show({ deviceName }, "Device"),
+  chooseRun: (index) => choose({ run: index || null }, RUN),
+  chooseDevice: (device) => choose({ device }, "Device"),
 };
 
-/** Shows another run or device; `focus` names the choice that had the keyboard's focus. */
-function show(change, focus = null) {
-  Object.assign(page, change);
+function choose(change, focus) {
+  writeAddress({ unit: null, from: null, to: null, module: null, find: null, part: null, card: null, ...change });
+  show(focus);
+}
+
+/** Shows what the address says; `focus` names the choice that had the keyboard's focus. */
+function show(focus = null) {
+  const address = readAddress();
+  page.run = REPORT.runs[address.run] ?? REPORT.runs[0];
   const { run } = page;
   const { profile } = run;
-  if (!Object.hasOwn(profile.devices, page.deviceName)) page.deviceName = highestDevice(profile);
+  page.deviceName = Object.hasOwn(profile.devices, address.device) ? address.device : highestDevice(profile);
   const { deviceName } = page;
   const device = deviceName === null ? null : profile.devices[deviceName];
   page.chart = device && timelineCard({ profile, device });
   const context = { profile, run, device, deviceName, chart: page.chart };
-  const made = device ? CARDS.map((make) => make(context)) : [warningsCard(context), findingsCard(context)];
+  const made = (device ? CARDS : [warningsCard, findingsCard]).map((make) => make(context));
   const cards = made.filter((section) => section !== null);
   const body = device ? [peakFigures(context), contents(cards), ...cards] : [nothing(), ...cards];
   document.body.replaceChildren(header(context, choices), element("main", {}, body), footer());
   document.title = `${run.name} · opacus-memprof`;
   page.chart?.draw();
+  if (address.card) document.getElementById(address.card)?.scrollIntoView();
   if (focus) document.querySelector(`label.choice[data-choice="${focus}"] select`)?.focus();
 }
 
@@ -56,4 +64,5 @@ function nothing() {
 }
 
 printLight(() => page.chart?.draw());
-show({});
+addEventListener("hashchange", () => show());
+show();

@@ -7,6 +7,7 @@ A page has the parts of profiles that it shows, and timelines that are as fine a
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 _SCRIPTS = [
     "base.js",
+    "address.js",
     "data.js",
     "theme.js",
     "table.js",
@@ -38,6 +40,7 @@ _SCRIPTS = [
     "modules.js",
     "groups.js",
     "tax.js",
+    "verdict.js",
     "suggestions.js",
     "history.js",
     "findings.js",
@@ -125,6 +128,7 @@ def _run(view: ProfileView, share: float) -> dict[str, Any]:
     profile = view.profile
     start = profile.started_unix_ns
     timelines = _timelines(view, int(share * _TIMELINE_BYTES))
+    verdicts = {verdict.device: asdict(verdict) for verdict in view.verdicts}
     return {
         "name": view.name,
         "profile": {
@@ -134,7 +138,10 @@ def _run(view: ProfileView, share: float) -> dict[str, Any]:
             "findings": [
                 {key: finding[key] for key in _FINDING_KEYS if key in finding} for finding in profile.findings
             ],
-            "devices": {name: _device(device, timelines[name], start, share) for name, device in view.devices.items()},
+            "devices": {
+                name: {**_device(device, timelines[name], start, share), "verdict": verdicts.get(name)}
+                for name, device in view.devices.items()
+            },
         },
         "advice": None if view.out_of_memory is None else _advice(view.out_of_memory),
         "privacy_check": view.privacy,

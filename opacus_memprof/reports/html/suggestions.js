@@ -13,7 +13,7 @@ function suggestionList(suggestions) {
       { class: "suggestion" },
       element("h4", {}, one.title, verdict && element("span", { class: `chip ${style}` }, verdict)),
       element("p", {}, "peak ", bytes(one.predicted_peak_bytes), ", ", bytes(one.saved_bytes), " less"),
-      element("pre", {}, one.code),
+      copyable(one.code),
       element("p", { class: "muted" }, one.computed),
     );
   });

@@ -10,7 +10,11 @@ function timelineCard({ profile, device }) {
   const timeline = readTimeline(device.timeline);
   if (!timeline.length) return null;
   const ends = { event: profile.events.recorded, time: profile.duration_ns };
-  const chart = new TimelineChart(new TimelineWindow(timeline, ends, profile.events.gaps), device);
+  const view = new TimelineWindow(timeline, ends, profile.events.gaps);
+  const { unit, from, to } = readAddress();
+  if (unit === "time") view.measure(unit);
+  if (Number(to) > Number(from)) view.show(Number(from), Number(to));
+  const chart = new TimelineChart(view, device);
   const shown = resolution(profile.events, device.timeline.events_a_row);
   const caption = element("p", { class: "caption" }, peakSentence(device), " ", shown);
   const content = [chart.toolbar, chart.frame, chart.overview, chart.legend, caption, chart.help, chart.table.details];
@@ -122,6 +126,9 @@ class TimelineChart {
     action();
     this.draw();
     this.table.update();
+    const { unit, from, to, isWhole } = this.view;
+    const range = isWhole ? { from: null, to: null } : { from: Math.round(from), to: Math.round(to) };
+    writeAddress({ unit: unit === "event" ? null : unit, ...range });
   }
 
   showStep(step) {
