@@ -7,6 +7,7 @@ stays English. What programs read has one language: keys, categories, and the se
 """
 
 import ast
+import codecs
 import functools
 import os
 import re
@@ -23,6 +24,11 @@ LANGUAGES = ("en", "zh")
 VARIABLE = "OPACUS_MEMPROF_LANGUAGE"
 
 _ENTRY = re.compile(r'^(msgctxt "sentence"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
+ESCAPED = "opacus_memprof.escaped"  # how to encode what an encoding does not have: `errors` of a stream
+_BARS = re.compile("[\u2580-\u259f]")  # block elements
+_SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->"})  # noqa: RUF001
+_NUMBERS = {"count", "step", "logical"}
+_VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
 
 _of_process: str | None = None
@@ -38,14 +44,17 @@ def tr(message: str, /, **values: object) -> str:
 def tr_sentence(sentence: str) -> str:
     """Returns a finished English sentence in the current language, with the parts of it that are messages, too.
 
-    In the catalogue such messages have the context "sentence", and names for what varies; `{count}` is a number.
+    In the catalogue such messages have the context "sentence", and names for what varies.
     """
     exact, patterns = _sentences(current_language())
     if sentence in exact:
         return exact[sentence]
     for pattern, translation in patterns:
         if found := pattern.fullmatch(sentence):
-            return translation.format(**{name: tr_sentence(part) for name, part in found.groupdict().items()})
+            parts = found.groupdict().items()
+            return translation.format(
+                **{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts}
+            )
     return sentence
 
 
@@ -116,14 +125,21 @@ def localized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    r"""Returns the text with \u escapes for characters that the encoding does not have.
+    """Returns the text with what `ESCAPED` puts in place of characters that the encoding does not have."""
+    return text.encode(encoding or "utf-8", ESCAPED).decode(encoding or "utf-8")
 
-    The first time it says so on stderr, and names the remedy.
-    """
-    shown = text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
-    if shown != text:
-        _say_escaped(encoding or "utf-8")
-    return shown
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    r"""Returns # for a bar, like signs, and \u escapes for others. The first time it says so, and names the remedy."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    text = _BARS.sub("#", text).translate(_SIGNS)
+    if not text.isascii():
+        _say_escaped(error.encoding)
+    return text.encode("ascii", "backslashreplace").decode(), error.end
+
+
+codecs.register_error(ESCAPED, _escape)
 
 
 @functools.cache
@@ -158,7 +174,7 @@ def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str
 
 def _pattern(message: str) -> re.Pattern[str]:
     parts = _NAME.split(message)  # text, name, text, name, ..., text
-    names = [rf"(?P<{name}>{'[0-9]+' if name == 'count' else '.+'})" for name in parts[1::2]]
+    names = [rf"(?P<{name}>{'[0-9]+' if name in _NUMBERS else '.+?'})" for name in parts[1::2]]
     return re.compile(
         "".join(text for pair in zip(map(re.escape, parts[::2]), [*names, ""], strict=True) for text in pair)
     )

@@ -13,6 +13,7 @@ from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import current_language
 from opacus_memprof.profiles.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
@@ -62,6 +63,7 @@ def options(
 def main() -> None:
     """Runs the command in sys.argv, and exits."""
     try:
+        current_language()  # refused before anything runs
         # Not app(), which would install typer's excepthook in the process of the profiled script.
         typer.main.get_command(app)()
     except MemprofError as error:

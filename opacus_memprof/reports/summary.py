@@ -16,11 +16,14 @@ from rich.table import Table
 from opacus_memprof.analysis.job_view import JobView
 from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first, unattributed_parts
 from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Finding, virtual_mark
-from opacus_memprof.profiles.units import format_bytes, format_count, format_share, shorten_name
+from opacus_memprof.profiles.units import format_bytes, format_share, shorten_name
 from opacus_memprof.reports.text import (
     bar,
+    escape_what_cannot_be_shown,
+    more_modules,
     print_check,
     print_indented,
     print_job,
@@ -92,12 +95,13 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
         console: where to print.
         has_shown_failure: whether `print_failure` has been printed already.
     """
+    escape_what_cannot_be_shown(console)
     if isinstance(view, JobView):
         print_job(view, console)
         return
-    profile = view.profile
-    code = "" if profile.exit_code is None else f", exit code {profile.exit_code}"
-    rank = f"rank {profile.launch.rank} of {profile.launch.world_size}, " if profile.launch else ""
+    profile, launch = view.profile, view.profile.launch
+    code = "" if profile.exit_code is None else tr(", exit code {code}", code=profile.exit_code)
+    rank = tr("rank {rank} of {count}, ", rank=launch.rank, count=launch.world_size) if launch else ""
     console.print(
         f"[bold]opacus-memprof[/]  {escape(view.name)}: {rank}{status_markup(profile)}{code}", highlight=False
     )
@@ -109,22 +113,22 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
         if view.virtual_mark:
             console.print(f"[bold magenta]{escape(view.virtual_mark)}[/]", highlight=False)
         if not view.devices:
-            console.print("No memory was allocated on a device that was profiled.")
+            console.print(tr("No memory was allocated on a device that was profiled."))
         for device, verdict in zip(view.devices.values(), view.verdicts, strict=True):
             print_verdict(verdict, console)
             if device.failure:
-                console.print(f"[red]out of memory:[/] {escape(device.failure)}", highlight=False)
+                console.print(f"[red]{tr('out of memory')}:[/] {escape(device.failure)}", highlight=False)
     _print_findings(profile.findings, console)
     if failed is None:
         for device in view.devices.values():
-            _print_held("AT THE PEAK", device.device.peak.categories, device.device.peak.requested_bytes, console)
+            _print_held(tr("AT THE PEAK"), device.device.peak.categories, device.device.peak.requested_bytes, console)
             _print_modules(_sizes_of(device.device.peak.modules), console)
             print_unattributed(device.unattributed, console)
             _print_phases(device, console)
     _print_checks(view, console)
     print_warnings(profile.warnings, console)
     for sentence in view.privacy:
-        console.print(f"\n[bold]Privacy check:[/] {escape(sentence)}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}", highlight=False)
 
 
 def print_failure(report: OomReport, console: Console) -> None:
@@ -132,7 +136,7 @@ def print_failure(report: OomReport, console: Console) -> None:
     if mark := virtual_mark(report.virtual):
         console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
     print_verdict(failure_verdict(report), console)
-    _print_held("HELD AT THE FAILURE", report.holders.categories, report.live_bytes, console)
+    _print_held(tr("HELD AT THE FAILURE"), report.holders.categories, report.live_bytes, console)
     _print_modules(_sizes_of(report.holders.modules), console, count=3)
     holders = report.holders
     print_unattributed(unattributed_parts(holders.categories, holders.unattributed, report.live_bytes), console)
@@ -140,23 +144,27 @@ def print_failure(report: OomReport, console: Console) -> None:
 
 def print_verdict(verdict: VerdictView, console: Console) -> None:
     """Prints the verdict on a device, and what to change first."""
+    escape_what_cannot_be_shown(console)
     style = _OUTCOME_STYLE[verdict.outcome]
-    console.print(f"[{style}]{escape(verdict.headline)}[/] {escape(verdict.where)}", highlight=False)
+    headline, where = escape(tr_sentence(verdict.headline)), escape(tr_sentence(verdict.where))
+    console.print(f"[{style}]{headline}[/] {where}", highlight=False)
     for label, text in verdict.lines:
-        console.print(f"[bold]{label}[/] {escape(text)}" if label else escape(text), highlight=False)
+        shown = escape(tr_sentence(text))
+        console.print(f"[bold]{tr_sentence(label)}[/] {shown}" if label else shown, highlight=False)
     if not verdict.fixes:
         if verdict.outcome == "failed":
-            console.print(f"\n{escape(verdict.heading)}")
+            console.print(f"\n{escape(tr_sentence(verdict.heading))}")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column()
-    table.add_column(escape(verdict.heading), overflow="fold", ratio=1)
-    for column in ("PEAK", "", ""):
+    table.add_column(escape(tr_sentence(verdict.heading)), overflow="fold", ratio=1)
+    for column in (tr("PEAK"), "", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for number, fix in enumerate(verdict.fixes, 1):
-        effect = f"[{_EFFECT_STYLE.get(fix.effect, 'green')}]{escape(fix.effect)}[/]"
-        title = escape(fix.title) + (f"\n[dim]{escape(fix.note)}[/]" if fix.note else "")
-        table.add_row(str(number), title, escape(fix.peak), effect, escape(fix.evidence))
+        effect = f"[{_EFFECT_STYLE.get(fix.effect, 'green')}]{escape(tr_sentence(fix.effect))}[/]"
+        note = f"\n[dim]{escape(tr_sentence(fix.note))}[/]" if fix.note else ""
+        title = escape(tr_sentence(fix.title)) + note
+        table.add_row(str(number), title, escape(fix.peak), effect, escape(tr_sentence(fix.evidence)))
     console.print()
     console.print(table)
     for line in verdict.fixes[0].code.splitlines():  # whole, so that it can be copied
@@ -169,12 +177,13 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
     for finding in findings:
         kinds.setdefault(finding.kind, []).append(finding)
     for kind, found in kinds.items():
-        where = f" in {found[0].module}" if found[0].module else ""
-        more = f" and {format_count(len(found) - 1, 'more module')}" if len(found) > 1 else ""
+        where = tr(" in {module}", module=found[0].module) if found[0].module else ""
+        more = tr(" and {modules}", modules=more_modules(len(found) - 1)) if len(found) > 1 else ""
         total = sum(finding.bytes for finding in found)
         size = f", {format_bytes(total)}" if total else ""
-        console.print(f"\n[bold yellow]{escape(kind.replace('_', ' '))}[/]{escape(where)}{more}{size}", highlight=False)
-        print_indented(found[0].remedy, console)
+        title = tr(kind.replace("_", " "))
+        console.print(f"\n[bold yellow]{escape(title)}[/]{escape(where)}{more}{size}", highlight=False)
+        print_indented(tr_sentence(found[0].remedy), console)
 
 
 def _print_held(heading: str, categories: Mapping[str, int], whole: int, console: Console) -> None:
@@ -186,7 +195,9 @@ def _print_held(heading: str, categories: Mapping[str, int], whole: int, console
         table.add_row(escape(name), format_bytes(size), format_share(size, whole), bar(size, rows[0][1]))
     if rest := rows[_CATEGORIES:]:
         size = sum(size for _, size in rest)
-        table.add_row(f"{len(rest)} more", format_bytes(size), format_share(size, whole), "", style="dim")
+        table.add_row(
+            tr("{count} more", count=len(rest)), format_bytes(size), format_share(size, whole), "", style="dim"
+        )
     console.print()
     console.print(table)
 
@@ -195,12 +206,14 @@ def _print_modules(sizes: Mapping[str, int], console: Console, count: int = _MOD
     rows = fold_modules({name: size for name, size in sizes.items() if name})
     if not rows:
         return
-    table = table_of("MODULES", ("", "each", "together"), ())
+    table = table_of(tr("MODULES"), ("", tr("each"), tr("together")), ())
     for row in rows[:count]:
         times = f"×{row.count}" if row.count > 1 else ""  # noqa: RUF001
         table.add_row(escape(shorten_name(row.name)), times, format_bytes(row.largest), format_bytes(row.total))
     if rest := rows[count:]:
-        table.add_row(f"{len(rest)} more", "", "", format_bytes(sum(row.total for row in rest)), style="dim")
+        table.add_row(
+            tr("{count} more", count=len(rest)), "", "", format_bytes(sum(row.total for row in rest)), style="dim"
+        )
     console.print()
     console.print(table)
 
@@ -212,7 +225,7 @@ def _sizes_of(groups: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 def _print_phases(view: DeviceView, console: Console) -> None:
     if not view.phases:
         return
-    table = table_of("PHASES", ("peak", "step"), ("mostly",))
+    table = table_of(tr("PHASES"), (tr("peak"), tr("step")), (tr("mostly"),))
     for row in sorted(view.phases, key=lambda row: -row.bytes)[:_CATEGORIES]:
         table.add_row(escape(row.name), row.size, str(row.step), escape(row.mostly))
     console.print()
@@ -223,10 +236,10 @@ def _print_checks(view: ProfileView, console: Console) -> None:
     checks = [check for device in view.devices.values() for check in device.checks]
     console.print()
     if checks and all(check.agrees for check in checks):
-        console.print("[green]every byte accounted for[/]", highlight=False)
+        console.print(f"[green]{tr('every byte accounted for')}[/]", highlight=False)
     else:
         for check in checks:
             print_check(check, console)
     directory = escape(str(view.directory or "DIR"))
-    line = f"all tables: opacus-memprof report {directory} --full, a page: --html"
+    line = tr("all tables: opacus-memprof report {directory} --full, a page: --html", directory=directory)
     console.print(line, style="dim", highlight=False, soft_wrap=True)  # whole, so that it can be copied

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from opacus_memprof.analysis.job_view import Columns, JobView
 from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, ProfileView
-from opacus_memprof.language import tr, tr_sentence
+from opacus_memprof.language import ESCAPED, tr, tr_sentence
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes, shorten_name
@@ -39,8 +39,7 @@ def print_report(view: ProfileView | JobView, console: Console) -> None:
 
 def print_profile(view: ProfileView, console: Console) -> None:
     """Prints the peak of each device by category, component, module and phase, and the findings."""
-    if isinstance(console.file, io.TextIOWrapper):
-        console.file.reconfigure(errors="replace")  # an ASCII terminal shows "?" for a bar
+    escape_what_cannot_be_shown(console)
     profile = view.profile
     code = profile.exit_code
     title = status_markup(profile) if code is None else f"{status_markup(profile)}, exit code {code}"
@@ -53,6 +52,12 @@ def print_profile(view: ProfileView, console: Console) -> None:
         _print_device(name, device, console)
     print_findings(profile.findings, console)
     print_warnings(profile.warnings, console)
+
+
+def escape_what_cannot_be_shown(console: Console) -> None:
+    """Makes a console escape the characters that its encoding does not have, instead of failing."""
+    if isinstance(console.file, io.TextIOWrapper):
+        console.file.reconfigure(errors=ESCAPED)
 
 
 def print_job(view: JobView, console: Console) -> None:
@@ -133,14 +138,14 @@ def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, c
 def status_markup(profile: Profile | JobSummary) -> str:
     """Returns the status as markup, in its colour."""
     status = profile.status
-    return f"[{_STATUS_STYLE.get(status, 'red')}]{escape(status.replace('_', ' '))}[/]"
+    return f"[{_STATUS_STYLE.get(status, 'red')}]{escape(tr(status.replace('_', ' ')))}[/]"
 
 
 def print_warnings(warnings: Sequence[str], console: Console) -> None:
     if warnings:
         console.print()
     for warning in warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]{tr('warning:')}[/] {escape(warning)}", highlight=False)
 
 
 def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
@@ -216,7 +221,7 @@ def print_unattributed(parts: Sequence[Part], console: Console) -> None:
     """Prints the result of analysis.profile_view.unattributed_parts."""
     if not parts:
         return
-    table = table_of("UNATTRIBUTED, BY LINE", ("", ""), ())
+    table = table_of(tr("UNATTRIBUTED, BY LINE"), ("", ""), ())
     for part in parts:
         table.add_row(escape(shorten_name(part.name, 48)), part.size, part.share, style="dim" if part.is_rest else None)
     console.print()

@@ -59,9 +59,9 @@ def test_no_translation_is_left_over() -> None:
     kinds = {text.replace("_", " ") for text in used}
     assert sorted(language._catalogue("zh").keys() - used - kinds - {""}) == []
     for is_sentence, message, _ in language._entries("zh"):
-        fragments = re.split(r"^1 |\{\w+\}", message.removesuffix("s") if "{count}" in message else message)
+        fragments = re.split(r"^1 |\{\w+\}| · ", message.removesuffix("s") if "{count}" in message else message)
         if is_sentence:
-            assert all(any(fragment.strip(" .") in text for text in used) for fragment in fragments), message
+            assert all(any(fragment.strip(" .") in text for text in used | kinds) for fragment in fragments), message
 
 
 def sentences_of(tree: ast.AST) -> Iterator[ast.expr]:

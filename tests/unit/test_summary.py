@@ -10,10 +10,11 @@ from rich.console import Console
 
 from opacus_memprof.analysis.oom.failure_report import build_report
 from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.language import in_language
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange
-from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.reports.summary import ModuleRow, fold_modules, print_failure, print_summary
 
 MIB = 2**20
@@ -218,3 +219,40 @@ def test_code_to_copy_is_one_line() -> None:
 )
 def test_modules_that_differ_in_a_number_are_one_row(sizes: dict[str, int], rows: list[ModuleRow]) -> None:
     assert fold_modules(sizes) == rows
+
+
+def test_the_first_screen_in_chinese() -> None:
+    finding = Finding(
+        "growing_memory",
+        "head",
+        2 * MIB,
+        "evidence",
+        "something keeps each batch: delete its references at the end of the step",
+    )
+    with in_language("zh"):
+        found = lines(print_summary, view_profile(private_profile(findings=[finding])))
+    assert "峰值 20.00 MiB 出现在第 1 步的反向传播，设备 cpu" in found
+    assert any(
+        line.startswith("隐私的代价 其中 13.00 MiB，占 65.0 %：per_sample_gradients 12.00 MiB") for line in found
+    )
+    at = found.index("内存持续增长，位于 head, 2.00 MiB")
+    assert found[at + 1] == "   每个批次都被保留：请在每步结束时删除对它的引用"
+    assert any(line.split() == ["per_sample_gradients", "12.00", "MiB", "60.0", "%", "█" * 20] for line in found)
+    assert "每个字节都有归属" in found
+
+
+def test_memory_that_ran_out_in_chinese() -> None:
+    with in_language("zh"):
+        found = lines(print_failure, out_of_memory())
+    assert "内存不足 发生在第 0 步的反向传播，设备 cpu" in found
+    assert "为 per sample gradients of head 分配 12.00 MiB 失败" in found
+    assert "没有已知的修改能让它放得下。" in found
+
+
+def test_an_ascii_terminal_gets_bars_of_signs_and_all_names() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_summary(view_profile(private_profile()), Console(file=stream, width=80, color_system=None))
+    stream.seek(0)
+    text = stream.read()
+    assert "#" * 20 in text
+    assert "blocks.[0-2].mlp  x3" in text

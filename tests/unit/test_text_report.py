@@ -212,7 +212,7 @@ def test_a_terminal_without_unicode() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_profile(view_profile(profile_of()), Console(file=stream, width=80))
     stream.seek(0)
-    assert "3.00 MiB  75.0 %  " + "?" * 20 in stream.read()
+    assert "3.00 MiB  75.0 %  " + "#" * 20 in stream.read()
 
 
 def test_the_command_prints_a_directory(tmp_path: Path) -> None:
