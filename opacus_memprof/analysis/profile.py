@@ -20,7 +20,7 @@ from opacus_memprof.analysis.oom.improvements import find_improvements
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
-from opacus_memprof.profiles.files import write_text
+from opacus_memprof.profiles.files import read_regular, write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
@@ -261,8 +261,12 @@ def _read_snapshots(path: Path) -> dict[int, Snapshot]:
     if not path.exists():
         return {}
     snapshots = {}
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
+    try:
+        lines = read_regular(path).splitlines()
+    except OSError as error:
+        raise MemprofError(f"{path} cannot be read ({error.strerror}): remove it") from error
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
             snapshot = msgspec.json.decode(line, type=Snapshot)
             snapshots[snapshot.index] = snapshot
     return snapshots
@@ -271,7 +275,7 @@ def _read_snapshots(path: Path) -> dict[int, Snapshot]:
 def is_being_written(directory: Path) -> bool:
     """Returns whether a profiler holds the directory's lock."""
     try:
-        with open(directory / LOCK, "rb") as file:
+        with open(os.open(directory / LOCK, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

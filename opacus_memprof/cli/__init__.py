@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line. Errors that the user can fix end it with exit code 2 and one sentence."""
 
+import io
 import sys
 from typing import Annotated
 
@@ -53,11 +54,15 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Show where the memory of DP-SGD training goes."""
+    # Text that is not Unicode, such as in some file names, is escaped; but the output of a script stays its own.
+    if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import LOCK, lock
-from opacus_memprof.profiles.files import writing
+from opacus_memprof.profiles.files import read_regular, writing
 
 
 @contextmanager
@@ -64,6 +65,12 @@ class Journal:
 
     def entries(self) -> Iterator[Any]:
         """Yields the entries. Skips a partial line, which a killed process may leave."""
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self.exists() else ():
-            with contextlib.suppress(ValueError):
+        if not self.exists():
+            return
+        try:
+            lines = read_regular(self._path).splitlines()
+        except OSError as error:
+            raise MemprofError(f"{self._path} cannot be read ({error.strerror}): choose another directory") from error
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
                 yield json.loads(line)

@@ -2,8 +2,10 @@
 """Writes files atomically, and reads JSON objects from files."""
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
     return Path(path)
 
 
+def read_regular(path: Path) -> bytes:
+    """Reads a file. Raises OSError if it cannot be read, or is a pipe or device, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
+
+
 def read_object(path: Path, remedy: str = "remove it, or profile again") -> dict[str, Any]:
     """Reads a JSON object from a file.
 
@@ -56,9 +67,12 @@ def read_object(path: Path, remedy: str = "remove it, or profile again") -> dict
         MemprofError: the file cannot be read or does not hold a JSON object. The message ends with `remedy`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise MemprofError(f"{path} cannot be read ({error}): {remedy}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise MemprofError(f"{path} cannot be read ({reason}): {remedy}") from error
+    except RecursionError:
+        raise MemprofError(f"{path} cannot be read (its objects are nested too deeply): {remedy}") from None
     if not isinstance(content, dict):
         raise MemprofError(f"{path} cannot be read (it is not a JSON object): {remedy}")
     return content

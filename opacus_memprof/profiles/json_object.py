@@ -90,6 +90,8 @@ def convert_json(content: Any, kind: type[T], source: str, remedy: str = REMEDY)
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         raise MemprofError(f"{source} {_error_message(content, kind, error)}: {remedy}") from None
+    except UnicodeEncodeError:  # where one of several words is expected
+        raise MemprofError(f"{source} is not the profiler's (it holds text that is not Unicode): {remedy}") from None
 
 
 def check_format(path: Path, content: dict[str, Any], remedy: str = REMEDY) -> None:
@@ -152,7 +154,7 @@ def _wrong_key(inside: dict[str, Any], content: Any, kind: type[JsonObject], mes
         inside[key] = value
         try:
             msgspec.convert(content, kind)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             if str(error) == message:
                 return key
     raise AssertionError(message)

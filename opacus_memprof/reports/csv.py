@@ -31,7 +31,10 @@ def write_csv(view: ProfileView, path: str | os.PathLike[str]) -> None:
     """
     profile = view.profile
     virtual_gpu = {} if profile.virtual is UNSET else {"virtual_gpu": profile.virtual.gpu}
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+    with (
+        replacing(path) as temporary,
+        open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *virtual_gpu))
         for name, device in profile.devices.items():

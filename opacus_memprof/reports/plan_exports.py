@@ -250,7 +250,10 @@ def write_plan_csv(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     found = list(_rows(plan))
     categories = sorted({category for _, _, run in found for category in run.categories})
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+    with (
+        replacing(path) as temporary,
+        open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *(f"{category}_bytes" for category in categories)))
         for label, gpu, run in found:

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled readers on damaged event files: they answer, or raise RuntimeError, and never crash or run on."""
+"""Readers on damaged files: they answer, or raise RuntimeError or MemprofError, and never crash, wait or run on."""
 
+import contextlib
+import io
+import json
 import os
 import random
+import shutil
 import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.jobs.directory import Journal
 from opacus_memprof.profiles.core import Follower, for_event_rows, replay
 
 DATA = Path(__file__).parents[1] / "data"
@@ -83,3 +93,88 @@ def test_a_fifo_is_refused_and_not_waited_for(read: Callable[[str], object], tmp
     os.mkfifo(tmp_path / "events.bin")
     with pytest.raises(RuntimeError, match="is not a regular file"):
         read(str(tmp_path))
+
+
+JSON_SECONDS = 2.0  # for each file
+WRONG: list[Any] = [None, True, -1, 2**35, 2**63, 1e308, "", "\ud800", [], {}, [[]], {"\udcff": {}}]
+
+
+def parts(content: Any) -> list[tuple[Any, Any]]:
+    """Returns all objects and lists of a JSON document with each of their keys."""
+    found = []
+    for key, inside in content.items() if isinstance(content, dict) else enumerate(content):
+        found.append((content, key))
+        found += parts(inside) if isinstance(inside, (dict, list)) else []
+    return found
+
+
+def damage_json(text: str, draw: random.Random) -> str:
+    """Replaces or removes values, and sometimes cuts the text or repeats a part of it."""
+    content = json.loads(text)
+    for _ in range(draw.randint(1, 4)):
+        inside, key = draw.choice(parts(content))
+        if draw.random() < 0.3:
+            del inside[key]
+        else:
+            inside[key] = draw.choice(WRONG)
+        if not content:
+            break
+    damaged = json.dumps(content)
+    if draw.random() < 0.2:
+        start = draw.randrange(len(damaged))
+        damaged = damaged[:start] + draw.choice(["", "[" * 50_000, "\x00", damaged[start:] * 2])
+    return damaged
+
+
+@pytest.mark.parametrize("name", ["profile.json", "meta.json", "oom_report.json", "snapshots.jsonl"])
+def test_damaged_json(name: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA / "format_1_oom", tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / name).read_text().splitlines()[0] if name.endswith("l") else (tmp_path / name).read_text()
+    if name == "meta.json":  # read where there is no profile.json
+        (tmp_path / "profile.json").unlink()
+    draw = random.Random(name)
+    end, answered = time.monotonic() + JSON_SECONDS, 0
+    while time.monotonic() < end:
+        (tmp_path / name).write_text(damage_json(text, draw))
+        with contextlib.redirect_stdout(io.StringIO()):
+            ended = CliRunner().invoke(app, ["report", str(tmp_path)])
+        assert isinstance(ended.exception, (MemprofError, SystemExit, type(None))), ended.exc_info
+        answered += 1
+    assert answered
+
+
+@pytest.mark.parametrize("name", ["profile.json", "snapshots.jsonl", "meta.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_is_one_sentence(name: str, kind: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA / "format_1_hooks", tmp_path, dirs_exist_ok=True)
+    for each in (name, "profile.json"):  # the others are read where there is no profile.json
+        (tmp_path / each).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "device":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(MemprofError, match=r"cannot be read \((it is not a regular file|Is a directory)\)"):
+        load_profile(tmp_path)
+    with pytest.raises(MemprofError, match="cannot be read"):
+        list(Journal(tmp_path / name).entries())
+
+
+def test_nested_json_is_one_sentence(tmp_path: Path) -> None:
+    for text in ("[" * 200_000, '{"a":' * 200_000):
+        (tmp_path / "profile.json").write_text(text)
+        with pytest.raises(MemprofError, match="nested too deeply"):
+            load_profile(tmp_path)
+
+
+def test_text_that_is_not_unicode_is_escaped(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "format_1_hooks", tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "profile.json").read_text())
+    (device,) = content["devices"].values()
+    device["peak"]["modules"]["layer_\ud800"] = device["peak"]["modules"].pop(next(iter(device["peak"]["modules"])))
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    ended = CliRunner().invoke(app, ["report", str(tmp_path), "--csv", str(tmp_path / "a.csv")])
+    assert ended.exit_code == 0, ended.exc_info
+    assert "layer_\\ud800" in ended.output
+    assert "layer_\\ud800" in (tmp_path / "a.csv").read_text()
