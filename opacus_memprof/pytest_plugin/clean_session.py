@@ -12,6 +12,7 @@ import importlib
 import sys
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from opacus.grad_sample import AbstractGradSampleHooks, GradSampleModule
 
 from opacus_memprof.analysis.events import FREE, RETAG, ROW, SEED, Events, Rows
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.analysis.verdict_view import VerdictView, device_verdict, failure_verdict
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.hooks.opacus_hooks import observe_make_private
 from opacus_memprof.hooks.vocabulary import UNATTRIBUTED
 from opacus_memprof.profiles.categories import reported_name
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES, EVENT_HEADER_BYTES, EVENTS, META
 from opacus_memprof.profiles.profile import Device, Profile
-from opacus_memprof.recording import live, native
+from opacus_memprof.recording import live, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.session import Session
 
@@ -70,14 +72,18 @@ class TestEvents:
             MemprofError: see build_profile.
         """
         if not self._excluded.size:
-            return build_profile(self._directory, status="running", exit_code=None, timeline_points=1)
+            return self._build(self._directory)
         header, records = _read_records(self._directory)
         kept = np.delete(records, self._excluded)
         header[_COUNT] = len(kept).to_bytes(8, "little")
         with tempfile.TemporaryDirectory(prefix="memprof_") as folder:
             (Path(folder) / META).write_bytes((self._directory / META).read_bytes())
             (Path(folder) / EVENTS).write_bytes(bytes(header) + kept.tobytes())
-            return build_profile(folder, status="running", exit_code=None, timeline_points=1)
+            return self._build(folder)
+
+    def _build(self, directory: str | Path) -> Profile:
+        shapes = observations.layer_shapes()
+        return build_profile(directory, status="running", exit_code=None, timeline_points=1, shapes=shapes)
 
 
 def _read_records(directory: Path) -> tuple[bytearray, npt.NDArray[np.void]]:
@@ -190,6 +196,16 @@ class CleanSession(Session):
             if name in devices:
                 devices[name].reserved_peak = peak.reserved_peak
         return devices
+
+    def verdicts(self, devices: Mapping[str, Device]) -> list[VerdictView]:
+        """Returns what to change: after a failed allocation, or on each device with predictions.
+
+        Args:
+            devices: the result of `devices_so_far`.
+        """
+        if self._forensics is not None and self._forensics.report is not None:
+            return [failure_verdict(self._forensics.report)]
+        return [device_verdict(name, device) for name, device in devices.items() if device.improvements]
 
     def breakdown(self) -> dict[str, dict[str, int]]:
         """Returns the live bytes of the test, as `Session.breakdown` does.

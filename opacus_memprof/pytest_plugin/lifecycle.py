@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import pytest
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, EVENT_BYTES
 from opacus_memprof.profiles.live_memory import Snapshot
+from opacus_memprof.profiles.profile import Device
 from opacus_memprof.pytest_plugin import baseline, clean_session, isolation, limits, summary
 from opacus_memprof.pytest_plugin.clean_session import CleanSession
+from opacus_memprof.reports.summary import format_verdict
 from opacus_memprof.session import current, one_line, outcome
 
 
@@ -204,6 +206,8 @@ class Lifecycle:
                 devices = running.devices_so_far()
                 item.user_properties.extend(summary.properties(devices))
                 message = limits.check_memory(item, devices)
+                if message:
+                    message += _what_to_change(running, devices)
             except MemprofError as error:
                 message = str(error)
             if message:
@@ -260,7 +264,7 @@ class Lifecycle:
         item.user_properties.extend(summary.properties(devices))
         message = summary.out_of_memory(devices)
         if message and outcome(error)[0] == "out_of_memory":
-            item.add_report_section(when, "opacus-memprof", message)
+            item.add_report_section(when, "opacus-memprof", message + _what_to_change(running, devices))
 
     def _end(self, item: pytest.Item, running: ProfiledTest) -> str | None:
         """Closes the session. Returns a message if the test leaks more than its limit.
@@ -285,6 +289,10 @@ class Lifecycle:
                 status, code, error = "failed", 1, problem.partition("\n")[0]
             running.end(status, code, error)
         return message
+
+
+def _what_to_change(running: CleanSession, devices: Mapping[str, Device]) -> str:
+    return "".join(f"\n\n{format_verdict(verdict)}" for verdict in running.verdicts(devices))
 
 
 def _scratch_parent() -> Path | None:

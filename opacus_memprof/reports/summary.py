@@ -5,6 +5,7 @@
 (reports.oom).
 """
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,13 @@ def print_verdict(verdict: VerdictView, console: Console) -> None:
     console.print(table)
     for line in verdict.fixes[0].code.splitlines():  # whole, so that it can be copied
         console.print(f"   {escape(line)}", style="cyan", highlight=False, soft_wrap=True)
+
+
+def format_verdict(verdict: VerdictView, width: int = 100) -> str:
+    """Formats a verdict as text of lines of at most `width` characters, without colours."""
+    text = io.StringIO()
+    print_verdict(verdict, Console(file=text, width=width, color_system=None))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _print_findings(findings: Sequence[Finding], console: Console) -> None:

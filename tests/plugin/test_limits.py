@@ -46,6 +46,28 @@ def test_above_in_a_category():
     )
 
 
+def test_a_failure_says_what_to_change(run: Run) -> None:
+    """Where the test trains, with the peak that is predicted; a test that allocates by itself has nothing to change."""
+    result = run(
+        """
+@pytest.mark.limit_gpu_memory("10 KiB")
+def test_training():
+    train(width=256, steps=2)
+
+@pytest.mark.limit_gpu_memory("1 MiB")
+def test_by_itself():
+    block(2)
+"""
+    )
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    training = text.partition("test_by_itself")[0]
+    assert text.count("COULD BE") == 1
+    place = training.index("limit_gpu_memory: ")
+    assert place < training.index("WHAT PRIVACY COSTS") < training.index("COULD BE")
+    assert 'grad_sample_mode="flash_clip"' in training[training.index("COULD BE") :]
+
+
 def test_limits_of_modules_and_phases(run: Run) -> None:
     """At the peak Opacus copies the first layer's weight samples: B·(2·16·32 + 32)·4 bytes; the last has its own."""
     result = run(
