@@ -4,6 +4,7 @@
 A detector takes a Run and yields findings. `analysis.defects` has the detectors of defects, and the order of all.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 # Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch have larger
 # effects.
 MATERIAL = 0.01
+_OFTEN = 3  # once can be a batch that the program skips
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,98 @@ def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
                 'grad_sample_mode="flash_clip", which allocates neither',
                 device=device,
             )
+
+
+def unused_per_sample_gradients(run: Run) -> Iterator[Finding]:
+    """Finds per-sample gradients that zero_grad cleared and no step had used, several times."""
+    facts = run.facts_of("unused_samples")
+    times = max((fact["times"] for _, fact in facts), default=0)
+    sizes = {module: fact["bytes"] for module, fact in facts}
+    total = sum(sizes.values())
+    if times < _OFTEN or run.failed or not any(run.is_material(device, total) for device in run.devices):
+        return
+    yield Finding(
+        "unused_per_sample_gradients",
+        common_module(sizes),
+        total,
+        f"{times} times, zero_grad cleared per-sample gradients that no step had used, {format_bytes(total)} at most "
+        f"({largest(sizes)}): a backward pass of another model's loss, such as a generator's, computes them too",
+        "call disable_hooks() of the model that make_private returned before such a pass, and enable_hooks() after "
+        "it: Opacus then neither captures activations nor computes per-sample gradients",
+        modules=sizes,
+    )
+
+
+def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
+    """Finds per-sample gradients of an earlier step that were live at a peak in a forward pass or an evaluation."""
+    if run.facts_of("unowned_samples") or run.facts_of("public_steps") or not run.facts_of("zero_grads"):
+        return
+    for device, entry in run.devices.items():
+        peak = entry.peak
+        live = {module: categories.get("per_sample_gradients", 0) for module, categories in peak.modules.items()}
+        size = peak.categories.get("per_sample_gradients", 0)
+        if peak.phase in ("forward", "idle") and run.is_material(device, size):
+            yield Finding(
+                "per_sample_gradients_in_forward",
+                common_module(module for module, bytes in live.items() if bytes),
+                size,
+                f"the peak of {device} is in a forward pass or an evaluation, where {format_bytes(size)} of per-sample "
+                f"gradients of an earlier step were still live ({largest(live)})",
+                "call optimizer.zero_grad() directly after optimizer.step(), and not before the next backward pass",
+                device=device,
+            )
+
+
+_LATER_MODEL = re.compile(r"^(\w+#(\d+))(?:\.|$)")
+
+
+def model_of(module: str) -> tuple[int, str, str]:
+    """Returns a module's model, as its number and name such as `Sequential#2`, and the module's name inside of it."""
+    found = _LATER_MODEL.match(module)
+    return (int(found[2]), found[1], module[found.end() :]) if found else (1, "the first", module)
+
+
+def earlier_models(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Returns the bytes of models that an equal one has followed, by their names, such as `Sequential#2`.
+
+    Models are equal if modules of the same names have parameters.
+
+    Args:
+        modules: bytes by category of each module.
+    """
+    parts: dict[tuple[int, str], set[str]] = {}
+    sizes: dict[tuple[int, str], int] = {}
+    for module, categories in modules.items():
+        number, model, inside = model_of(module)
+        if module:
+            sizes[number, model] = sizes.get((number, model), 0) + sum(categories.values())
+        if categories.get("model_parameters"):
+            parts.setdefault((number, model), set()).add(inside)
+    last = max(parts, default=(1, ""))
+    return {model[1]: sizes[model] for model in sorted(parts) if model < last and parts[model] == parts[last]}
+
+
+def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
+    """Finds models that are alive at the peak although an equal one has been trained since."""
+    for device, entry in run.devices.items():
+        sizes = earlier_models(entry.peak.modules)
+        total = sum(sizes.values())
+        if run.is_material(device, total):
+            yield Finding(
+                "models_of_earlier_runs",
+                "",
+                total,
+                f"at the peak of {device}, {format_count(len(sizes), 'equal model')} of earlier trainings were alive, "
+                f"with {format_bytes(total)} of parameters, gradients and optimizer states ({largest(sizes)})",
+                FREE_MODELS,
+                device=device,
+            )
+
+
+FREE_MODELS = (
+    "at the end of each training, delete model, optimizer and loader, and call gc.collect(): hooks keep a private "
+    "model alive in a reference cycle"
+)
 
 
 def noise_allocated_twice(run: Run) -> Iterator[Finding]:

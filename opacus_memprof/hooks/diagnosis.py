@@ -37,15 +37,16 @@ _private_steps = _public_steps = 0
 _unclipped_steps = 0  # of ghost clipping, with a loss that clips nothing
 _clips = 0  # of ghost clipping, since the last step
 _zero_grads = 0
+_unused = 0  # calls of zero_grad that cleared per-sample gradients which no step had used
 
 
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 def _reset() -> None:
-    global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _zero_grads
+    global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _zero_grads, _unused
     _clipped = None
-    _private_steps = _public_steps = _unclipped_steps = _clips = _zero_grads = 0
+    _private_steps = _public_steps = _unclipped_steps = _clips = _zero_grads = _unused = 0
     _unrelated.clear()
 
 
@@ -143,11 +144,19 @@ def _updates_in_public(optimizer: Optimizer) -> bool:
 # --- who owns what grows ---
 
 
-def on_zero_grad() -> None:
-    """Observes a DPOptimizer's zero_grad."""
-    global _zero_grads
+def on_zero_grad(optimizer: DPOptimizer) -> None:
+    """Observes a DPOptimizer's zero_grad, and records per-sample gradients that it clears and no step has used."""
+    global _zero_grads, _unused
     _zero_grads += 1
     observations.record("zero_grads", 0, _zero_grads)
+    sizes: dict[int, int] = {}
+    for parameter in _parameters(optimizer) if optimizer in _optimizers else ():
+        if unused := sum(each.nbytes for each in _samples(parameter) if not hasattr(each, "_processed")):
+            owner = native.owner_of(parameter)
+            sizes[owner] = sizes.get(owner, 0) + unused
+    _unused += bool(sizes)
+    for owner, size in sizes.items():
+        observations.record("unused_samples", owner, size, times=_unused)
 
 
 def _record_unowned() -> None:
@@ -287,7 +296,7 @@ def _record_in_place(frames: Sequence[tuple[FrameType, int]]) -> None:
 
 # What the names are looked for, the most specific class first.
 _CALLED: dict[str, tuple[type, ...]] = {
-    "model": (AbstractGradSampleHooks, nn.Module),
+    "model": (nn.Module, AbstractGradSampleHooks),
     "optimizer": (DPOptimizer, Optimizer),
     "loader": (DPDataLoader, DataLoader),
 }
@@ -307,12 +316,19 @@ def observe_program(shapes: TrainingShapes) -> None:
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
             names = names or _names_in(frame)
         frame = frame.f_back
+    trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
+    default = Program()
     shapes.program = Program(
-        **names,
+        model=names.get("model", default.model),
+        optimizer=names.get("optimizer", default.optimizer),
+        loader=names.get("loader", default.loader),
         computes_epsilon=computes_epsilon,
         adopts_samples=adopts_grad_samples(),
         has_norm_samplers=has_norm_samplers(),
+        enables_checkpoints=any(
+            hasattr(module, "gradient_checkpointing_enable") for model in trained for module in model.modules()
+        ),
         expected_samples=expected[0] if len(expected) == 1 else None,
     )
 
@@ -324,7 +340,8 @@ def _names_in(frame: FrameType) -> dict[str, str]:
     for what, kinds in _CALLED.items():
         found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
         if found:
-            names[what] = found[0]
+            own = [name for name in found if not isinstance(values[name], AbstractGradSampleHooks)]
+            names[what] = (own or found)[0]  # the program's own model, not the one that make_private returned
     return names if "optimizer" in names else {}
 
 

@@ -32,9 +32,9 @@ from opacus_memprof.hooks.vocabulary import (
     SUMMED_GRADIENTS,
     TEMP_MATRICES,
 )
-from opacus_memprof.recording import native
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
-from opacus_memprof.recording.faults import CallHook
+from opacus_memprof.recording.faults import CallError, CallHook, describe
 
 # One tag for all parameters: a tag for each would cost a call into the interpreter for each.
 _AFTER_SAMPLER = native.Tag(category=PER_SAMPLE_GRADIENTS, op=native.op_id("create_or_accumulate_grad_sample"))
@@ -262,6 +262,9 @@ def in_setup_phase(follow: Callable[[Any], object]) -> CallHook:
     previous_phase = native.set_phase(SETUP)
     try:
         prepared = yield
+    except CallError as failed:
+        observations.record("make_private_raised", 0, 0, error=describe(failed.error))
+        raise
     finally:
         native.set_phase(previous_phase)
     follow(prepared)

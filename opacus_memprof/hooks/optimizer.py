@@ -126,7 +126,7 @@ def _observe_reduce_gradients(optimizer: DPOptimizer) -> CallHook:
 def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     previous_phase = native.set_phase(ZERO_GRAD)
     if isinstance(optimizer, DPOptimizer):
-        diagnosis.on_zero_grad()
+        diagnosis.on_zero_grad(optimizer)
     try:
         yield from shapes.observe_zero_grad(optimizer)
     finally:

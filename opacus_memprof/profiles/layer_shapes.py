@@ -101,6 +101,7 @@ class Program:
         computes_epsilon: whether the function that trains calls get_epsilon, too.
         adopts_samples: whether adopt_grad_samples is in effect.
         has_norm_samplers: whether register_norm_samplers is in effect.
+        enables_checkpoints: whether the model has transformers' gradient_checkpointing_enable.
         expected_samples: the number of samples of a logical batch that the DPOptimizer expects; None if it is unknown.
     """
 
@@ -110,6 +111,7 @@ class Program:
     computes_epsilon: bool = False
     adopts_samples: bool = False
     has_norm_samplers: bool = False
+    enables_checkpoints: bool = False
     expected_samples: int | None = None
 
 
@@ -133,6 +135,7 @@ class TrainingShapes:
             latest one last.
         released: the most forward passes whose captures a backward has released together.
         multiprocessors: of the GPU; 0 without one.
+        has_bfloat16: whether the device computes in bfloat16.
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
         program: see Program.
@@ -150,6 +153,7 @@ class TrainingShapes:
     unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     released: int = 1
     multiprocessors: int = 0
+    has_bfloat16: bool = True
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     whole_forward: Callable[[], WholeForward | None] = lambda: None
     program: Program = Program()

@@ -181,9 +181,13 @@ class ProgramRecording:
         from opacus_memprof.session import one_line, outcome
 
         if not observations.layer_shapes().modules:
+            raised = [each["error"] for each in observations.recorded() if each["kind"] == "make_private_raised"]
             self._session.warnings.append(
-                "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is attributed "
-                "to Opacus or to modules (a model can be passed to opacus_memprof.session.current().attach)"
+                f"PrivacyEngine.make_private raised {raised[0]}: nothing is attributed to Opacus or to modules"
+                if raised
+                else "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is "
+                "attributed to Opacus or to modules (a model can be passed to "
+                "opacus_memprof.session.current().attach)"
             )
         status, exit_code = outcome(self._error)
         if self._signal is not None:

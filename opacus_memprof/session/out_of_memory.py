@@ -123,7 +123,9 @@ class Forensics:
         captures = observations.captures() if piled_up else None
         device = failed[-1]["device"]
         if device != "cpu":
-            observations.layer_shapes().multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            properties = torch.cuda.get_device_properties(device)
+            observations.layer_shapes().multiprocessors = properties.multi_processor_count
+            observations.layer_shapes().has_bfloat16 = properties.major >= 8  # earlier ones have no kernels for it
         diagnosis = sys.modules.get("opacus_memprof.hooks.diagnosis")
         if diagnosis is not None:
             diagnosis.observe_program(observations.layer_shapes())

@@ -4,6 +4,7 @@
 A program takes the session, and whether the first advice of its profile has been followed.
 """
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,6 +176,56 @@ def accumulated_by_hand(cured: bool, mode: str = "hooks") -> None:
             optimizer.zero_grad()
 
 
+# --- memory that nobody uses ---
+
+
+def generator_pass(cured: bool, mode: str = "hooks") -> None:
+    """A generator's backward pass goes through the private discriminator, which computes samples' gradients again."""
+    model, optimizer, loader, _ = private(mlp(), vectors())
+    generator = nn.Linear(WIDTH, WIDTH)
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        generator_optimizer.zero_grad()
+        if cured:
+            model.disable_hooks()
+        functional.cross_entropy(model(generator(torch.randn_like(x))), y).backward()
+        if cured:
+            model.enable_hooks()
+        generator_optimizer.step()
+
+
+def evaluation_beside_gradients(cured: bool, mode: str = "hooks") -> None:
+    """Gradients are cleared before each batch, and so are live in the evaluation after the last one."""
+    model, optimizer, loader, _ = private(mlp(), vectors())
+    for x, y in loader:
+        if not cured:
+            optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if cured:
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(1000, WIDTH))
+
+
+def repeated_runs(cured: bool, mode: str = "hooks") -> None:
+    """Trainings one after the other, as a cell of a notebook that is run again."""
+    gc.disable()  # when Python collects by itself is no part of the case
+    try:
+        for _ in range(3):
+            model, optimizer, loader, own = private(mlp(), vectors())
+            train(model, optimizer, loader)
+            if cured:
+                del model, optimizer, loader, own
+                gc.collect()
+    finally:
+        gc.enable()
+
+
 # --- samples that get lost ---
 
 
@@ -294,6 +345,15 @@ GALLERY = (
     ),
     Report(TRACKER + "523", discriminator, ACCUMULATED, ("2 backward passes",), "into one batch", ValueError),
     Report(TRACKER + "459", accumulated_by_hand, ACCUMULATED, ("2 backward passes",), "BatchMemoryManager", ValueError),
+    Report(TRACKER + "829", generator_pass, "unused_per_sample_gradients", ("7 times", "generator"), "disable_hooks()"),
+    Report(
+        TRACKER + "446",
+        evaluation_beside_gradients,
+        "per_sample_gradients_in_forward",
+        ("an evaluation",),
+        "directly after optimizer.step()",
+    ),
+    Report(TRACKER + "575", repeated_runs, "models_of_earlier_runs", ("2 equal models",), "gc.collect()"),
     Report(
         TRACKER + "841",
         broadcast_positions,

@@ -61,3 +61,26 @@ def test_a_mode_takes_what_is_predicted(model: str, mode: str, peaks: Peaks) -> 
 
 def test_there_are_thirty_models() -> None:
     assert len(MODELS) >= 30
+
+
+CHANGES = ("checkpoint", "optimizer", "dtype", "lora", "sequence_length")
+MODES = ("hooks", "flash_clip")
+
+
+@pytest.fixture(scope="module")
+def changes() -> dict[str, dict[str, list[int]]]:
+    """By mode and change of the training, the predicted peak and the one that a run had."""
+    command = [sys.executable, SCRIPT, "--changes", "transformer, long"]
+    completed = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    rows = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
+    return rows[-1]["changes"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_training_takes_what_is_predicted(
+    change: str, mode: str, changes: dict[str, dict[str, list[int]]]
+) -> None:
+    predicted, actual = changes[mode][change]
+    assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual

@@ -249,7 +249,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
             model(torch.randn(32, 64)).sum().backward()
     report = report_of(tmp_path)
     assert (report["mode"], report["batch"]["samples"]) == ("", 32)
-    assert report["suggestions"] == []
+    assert report["suggestions"][0]["actions"] == [{"kind": "dtype", "value": "bfloat16"}]
 
 
 def test_an_exception_of_a_python_without_notes() -> None:

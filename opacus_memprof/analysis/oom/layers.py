@@ -6,7 +6,8 @@ weight, w all trained elements. Source: the samplers of Opacus 1.6 (opacus/grad_
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from opacus_memprof.clipping.cost import accumulated_itemsize
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
@@ -155,3 +156,41 @@ class Layer:
         """The bytes of per-sample gradients that clipping casts to the parameter's dtype, if that is wider."""
         wide = self.module.bytes // max(self.elements, 1)
         return wide * n * self.module.weight if self.forward.element_bytes < wide else 0
+
+
+def as_sampled(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, with those that Opacus samples together as one, in the place of the first of them. functorch repeats
+    their forward, and holds what that keeps and its gradients until it returns.
+    """
+    parts: dict[tuple[bool, str], list[Layer]] = {}
+    for layer in layers:
+        together = layer.module.sampled_in
+        name = layer.name if together is None else together
+        parts.setdefault((together is not None, name), []).append(layer)
+    return [_merge(name, inside) if merges else inside[0] for (merges, name), inside in parts.items()]
+
+
+def _merge(name: str, layers: Sequence[Layer]) -> Layer:
+    first, last = layers[0], layers[-1]
+    module = replace(
+        first.module,
+        kind="functorch",
+        bytes=sum(layer.module.bytes for layer in layers),
+        weight=sum(layer.elements for layer in layers),
+        bias=0,
+        rows=0,
+        columns=0,
+        norm_sampler=False,
+        tied_to="",
+        sampled_in=None,
+    )
+    return Layer(
+        name,
+        module,
+        replace(first.forward, output_bytes=last.forward.output_bytes // last.forward.calls, calls=1),
+        sum(layer.activations for layer in layers),
+        largest=max(layer.largest for layer in layers),
+        residual_gradient=max(layer.residual_gradient for layer in layers),
+        saved_before=first.saved_before,
+        repeated_forward=2 * sum(layer.activations for layer in layers),
+    )

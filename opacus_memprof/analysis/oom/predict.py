@@ -67,14 +67,16 @@ class Case:
         """
         return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
-    def peak_of(self, step: Step, n: int | None = None) -> Instant:
-        """The peak of another step, with leftovers, for n samples (default: as many as in the failed step)."""
+    def peak_of(self, step: Step, n: int | None = None, *, same_forward: bool = True) -> Instant:
+        """The peak of another step, with leftovers, for n samples (default: as many as in the failed step).
+
+        `same_forward`: its forward pass takes what was recorded.
+        """
         samples = self.samples or 1
         accumulates = n is not None and n < samples
-        instants = [
-            *step.instants(samples if n is None else n, accumulates=accumulates),
-            *self._forward_instants(step, n, accumulates),
-        ]
+        instants = list(step.instants(samples if n is None else n, accumulates=accumulates))
+        if same_forward:
+            instants += self._forward_instants(step, n, accumulates)
         instant = max(instants, key=lambda each: each.bytes)
         return replace(instant, parts={**instant.parts, **self._leftover_part()})
 

@@ -7,10 +7,10 @@ update).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from opacus_memprof.analysis.oom.flash import FlashClip
-from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.layers import Layer, as_sampled
 from opacus_memprof.clipping.cost import draws_in_place
 
 PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
@@ -54,6 +54,7 @@ class Step:
         drops_gradients: p.grad is dropped as soon as autograd has accumulated it.
         forms_squares: ghost clipping forms T x T matrices of tokens by tokens.
         copies_samples: what a grad sampler returns is copied.
+        recomputed: by layer, the activations that a checkpoint has recomputed and no backward has used yet.
     """
 
     mode: str
@@ -75,6 +76,7 @@ class Step:
     drops_gradients: bool = False
     forms_squares: bool = True
     copies_samples: bool = True
+    recomputed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -89,7 +91,7 @@ class Step:
         whose clipped sums live through all parts.
         """
         if self.mode in _OPACUS_SAMPLERS and any(layer.module.sampled_in is not None for layer in self.layers):
-            yield from replace(self, layers=_as_sampled(self.layers)).instants(n, accumulates=accumulates)
+            yield from replace(self, layers=as_sampled(self.layers)).instants(n, accumulates=accumulates)
             return
         base = {"resident": self.resident, "optimizer_states": self.states, "output": self._scale(self.output, n)}
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
@@ -100,7 +102,9 @@ class Step:
         else:
             backward = self._one_pass(n)
         for instant in backward:
-            yield replace(instant, parts={**base, **summed, **instant.parts})
+            again = self._scale(self.recomputed.get(instant.module, 0), n) if "backward" in instant.phase else 0
+            parts = {"recomputed_activations": again} if again else {}
+            yield replace(instant, parts={**base, **summed, **instant.parts, **parts})
         yield from self._update(n, {**base, "inputs": self._scale(self.inputs, n)})
 
     def largest_block(self, n: int) -> int:
@@ -363,41 +367,3 @@ class Step:
             noise = 0 if self.on_gpu and draws_in_place(self.largest) else self.largest
         yield Instant("noise", "", {**parts, "gradients": in_noise, "noise": noise})
         yield Instant("optimizer_step", "", {**parts, "gradients": gradients, "optimizer_temporaries": self.update})
-
-
-def _as_sampled(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, with those that Opacus samples together as one, in the place of the first of them. functorch repeats
-    their forward, and holds what that keeps and its gradients until it returns.
-    """
-    parts: dict[tuple[bool, str], list[Layer]] = {}
-    for layer in layers:
-        together = layer.module.sampled_in
-        name = layer.name if together is None else together
-        parts.setdefault((together is not None, name), []).append(layer)
-    return [_merge(name, inside) if merges else inside[0] for (merges, name), inside in parts.items()]
-
-
-def _merge(name: str, layers: Sequence[Layer]) -> Layer:
-    first, last = layers[0], layers[-1]
-    module = replace(
-        first.module,
-        kind="functorch",
-        bytes=sum(layer.module.bytes for layer in layers),
-        weight=sum(layer.elements for layer in layers),
-        bias=0,
-        rows=0,
-        columns=0,
-        norm_sampler=False,
-        tied_to="",
-        sampled_in=None,
-    )
-    return Layer(
-        name,
-        module,
-        replace(first.forward, output_bytes=last.forward.output_bytes // last.forward.calls, calls=1),
-        sum(layer.activations for layer in layers),
-        largest=max(layer.largest for layer in layers),
-        residual_gradient=max(layer.residual_gradient for layer in layers),
-        saved_before=first.saved_before,
-        repeated_forward=2 * sum(layer.activations for layer in layers),
-    )

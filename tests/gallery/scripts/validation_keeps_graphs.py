@@ -21,7 +21,7 @@ model, optimizer, train_loader = PrivacyEngine().make_private(
     max_grad_norm=1.0,
     poisson_sampling=False,
 )
-test_loader = loader_of(65536, 4096)
+test_loader = loader_of(8192, 2048)
 criterion = nn.CrossEntropyLoss()
 for _ in range(2):
     for x, y in train_loader:

@@ -3,6 +3,9 @@
 
 Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, and the requested peak of
 the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results (adopt_grad_samples).
+
+With --changes, the same by changes of the training, such as checkpoints, in the modes hooks and flash_clip: their code
+is executed as it is printed.
 """
 
 import gc
@@ -21,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import opacus_memprof  # noqa: E402
 from opacus_memprof.analysis.oom import failure_report  # noqa: E402
+from opacus_memprof.analysis.oom.advice import training  # noqa: E402
+from opacus_memprof.analysis.oom.advice.suggestion import Change  # noqa: E402
 from opacus_memprof.analysis.oom.predict import Case  # noqa: E402
 from opacus_memprof.clipping import adopt_grad_samples  # noqa: E402
 from opacus_memprof.pytest_plugin.clean_session import empty_caches  # noqa: E402
@@ -30,7 +35,7 @@ from tests.models import MeanCrossEntropy  # noqa: E402
 LIMIT = 0.7  # of the peak in the mode hooks
 
 
-def train(chosen: EstimatedModel, mode: str) -> None:
+def train(chosen: EstimatedModel, mode: str, change: Change | None = None) -> None:
     if mode == "adopted":
         restore = adopt_grad_samples()
         try:
@@ -41,10 +46,19 @@ def train(chosen: EstimatedModel, mode: str) -> None:
     model = chosen.build().to(chosen.dtype).cuda().train()
     inputs, targets = chosen.batch(2 * chosen.samples)
     inputs = inputs.to(chosen.dtype) if inputs.is_floating_point() else inputs
+    kind = change.actions[0].kind if change else ""
+    if change and kind == "sequence_length":
+        names = {"ids": inputs}
+        exec(change.code, names)
+        inputs, targets = names["ids"], targets[:, : names["ids"].shape[1]]
+    elif change and kind != "optimizer":
+        names = {"model": model, "torch": torch}
+        exec(change.code, names)
+        model = names["model"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     module, optimizer, *criteria, loader = opacus_memprof.PrivacyEngine().make_private(
         module=model,
-        optimizer=chosen.optimizer(trained, lr=1e-3),
+        optimizer=(torch.optim.SGD if kind == "optimizer" else chosen.optimizer)(trained, lr=1e-3),
         criterion=MeanCrossEntropy(),
         data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=chosen.samples),
         noise_multiplier=1.0,
@@ -64,7 +78,7 @@ def train(chosen: EstimatedModel, mode: str) -> None:
         optimizer.zero_grad(mode == "flash_clip")
 
 
-def peak(chosen: EstimatedModel, mode: str, limit: int | None = None) -> int:
+def peak(chosen: EstimatedModel, mode: str, limit: int | None = None, change: Change | None = None) -> int:
     """The requested peak of a run, which is to run out of memory under a limit."""
     empty_caches()
     gc.collect()
@@ -76,7 +90,7 @@ def peak(chosen: EstimatedModel, mode: str, limit: int | None = None) -> int:
         failed = False
         with opacus_memprof.profile(out, device="cuda"):
             try:
-                train(chosen, mode)
+                train(chosen, mode, change)
             except torch.OutOfMemoryError:
                 failed = True
         assert failed == (limit is not None)
@@ -94,9 +108,25 @@ def predicted_peak(case: Case, mode: str) -> int:
     return case.peak_of(case.step.with_changes(mode=mode, keeps_gradients=keeps)).bytes
 
 
+def compare_changes(name: str, mode: str, cases: list[Case]) -> dict[str, list[int]]:
+    """By change, the predicted peak and that of the run with it."""
+    chosen = MODELS[name]
+    peak(chosen, mode, int(LIMIT * peak(chosen, mode)))
+    changes = training.training_changes(cases[-1])
+    return {
+        change.actions[0].kind: [training.peak_with(cases[-1], [change]).bytes, peak(chosen, mode, change=change)]
+        for change in changes
+    }
+
+
 def main() -> None:
     cases: list[Case] = []
     failure_report.advise = lambda case: cases.append(case) or []  # type: ignore[assignment, func-returns-value]
+    if "--changes" in sys.argv:
+        for name in sys.argv[2:]:
+            row = {mode: compare_changes(name, mode, cases) for mode in ("hooks", "flash_clip")}
+            print(json.dumps({"model": name, "changes": row}), file=sys.__stdout__, flush=True)
+        return
     for name in sys.argv[1:] or MODELS:
         chosen = MODELS[name]
         peaks = {mode: peak(chosen, mode) for mode in chosen.modes}

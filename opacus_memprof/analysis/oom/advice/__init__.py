@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator
 
-from opacus_memprof.analysis.oom.advice import changes, waste
+from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
 from opacus_memprof.analysis.oom.predict import Case
 
@@ -11,6 +11,7 @@ __all__ = ["Suggestion", "advise"]
 
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
+    waste.release_models,
     waste.expandable_segments,
     waste.other_processes,
     waste.drop_unused_gradients,
@@ -19,8 +20,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.adopted_samples,
     changes.physical_batch,
     changes.another_mode,
-    changes.checkpoints,
-    changes.optimizer_states,
+    training.change_training,
 )
 
 
@@ -29,6 +29,8 @@ def advise(case: Case) -> list[Suggestion]:
     that fit tightly, in the same order; then the others, largest saving first.
     """
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
+    if not any(each.fits is not False for each in found):
+        found += training.combine(case)
     return sorted(
         found,
         key=lambda each: (

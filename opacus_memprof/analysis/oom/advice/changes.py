@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggests training differently: a smaller physical batch, another mode, checkpointing or another optimizer."""
+"""Suggests a smaller batch, another mode, or an improvement of the mode."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import accumulate
 
 from opacus_memprof.analysis.oom.advice.suggestion import (
     BATCH,
@@ -13,13 +11,12 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
     MODE_AND_BATCH,
     OTHER_MODE,
     SMALL_BATCH,
-    TRAINING,
     VARYING,
+    Change,
     Suggestion,
     suggest,
 )
 from opacus_memprof.analysis.oom.flash import FlashClip
-from opacus_memprof.analysis.oom.model_structure import repeated_units
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
 from opacus_memprof.profiles.oom_report import Action
@@ -31,9 +28,12 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
     Poisson sampling, this also bounds later, larger batches.
     """
     found = largest_that_fits(case, case.peak)
-    if found is None or case.samples is None or not case.shapes.mode:
+    if found is None or case.samples is None:
         return
     n, instant = found
+    if not case.shapes.mode:
+        yield _smaller_batch(case, n, instant)
+        return
     program = case.shapes.program
     varies = len({samples for _, samples in case.shapes.batches}) > 1
     change = VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH
@@ -54,6 +54,24 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         batch_code(case, n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
         batch_action(n),
+        largest=case.largest_block(n),
+    )
+
+
+def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
+    """Suggests a smaller batch for a program without Opacus, which accumulates gradients itself."""
+    samples = case.samples or n
+    parts = math.ceil(samples / n)
+    return suggest(
+        case,
+        instant,
+        BATCH if 2 * n >= samples else SMALL_BATCH,
+        f"a batch of {format_count(n, 'sample')} instead of {samples}",
+        f"DataLoader(..., batch_size={n})  # step and zero_grad after every {parts} batches, with loss / {parts}, "
+        f"train as with {samples}",
+        f"In this run a sample takes {format_bytes(bytes_per_sample(case, case.peak))} at the peak, and the rest does "
+        "not grow with the batch.",
+        Action(kind="batch_size", value=n),
         largest=case.largest_block(n),
     )
 
@@ -153,26 +171,21 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
     """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
     does not fit.
     """
-    step = case.step
-    if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast"):
-        return
-    for mode, change in (("flash_clip", MODE), ("ghost", OTHER_MODE), ("hooks", OTHER_MODE)):
-        if mode == step.mode or (mode == "hooks" and step.mode in PER_SAMPLE_MODES):
+    for mode in ("flash_clip", "ghost", "hooks"):
+        change = mode_change(case, mode)
+        if change is None or case.step is None:
             continue
-        if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
-            continue
-        other = step.with_changes(mode=mode, keeps_gradients=step.keeps_gradients and mode != "flash_clip")
+        other = change.apply(case.step)
         instant = case.peak_of(other)
-        code = _code(step.mode, mode)
         yield suggest(
             case,
             instant,
-            change,
-            f'grad_sample_mode="{mode}"',
-            code,
-            _why(step, mode),
-            _action(mode),
-            largest=other.largest_block(step.samples),
+            change.change,
+            change.title,
+            change.code,
+            change.computed,
+            *change.actions,
+            largest=other.largest_block(other.samples),
         )
         if case.fits(instant.bytes) is False:
             found = largest_that_fits(case, lambda n, other=other: case.peak_of(other, n))  # type: ignore[misc]
@@ -181,13 +194,35 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
                     case,
                     found[1],
                     MODE_AND_BATCH,
-                    f'grad_sample_mode="{mode}", and a physical batch of at most {format_count(found[0], "sample")}',
-                    f"{code}\n{batch_code(case, found[0])}",
-                    _why(step, mode),
-                    _action(mode),
+                    f"{change.title}, and a physical batch of at most {format_count(found[0], 'sample')}",
+                    f"{change.code}\n{batch_code(case, found[0])}",
+                    change.computed,
+                    *change.actions,
                     batch_action(found[0]),
                     largest=other.largest_block(found[0]),
                 )
+
+
+def mode_change(case: Case, mode: str) -> Change | None:
+    """Returns the change to another mode; None if it is no other mode, or not possible."""
+    step = case.step
+    if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast") or mode == step.mode:
+        return None
+    if mode == "hooks" and step.mode in PER_SAMPLE_MODES:
+        return None
+    if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
+        return None
+    return Change(
+        MODE if mode == "flash_clip" else OTHER_MODE,
+        f'grad_sample_mode="{mode}"',
+        _code(step.mode, mode),
+        _why(step, mode),
+        (_action(mode),),
+        lambda changed: changed.with_changes(
+            mode=mode, keeps_gradients=changed.keeps_gradients and mode != "flash_clip"
+        ),
+        same_forward=True,
+    )
 
 
 def _action(mode: str) -> Action:
@@ -227,60 +262,4 @@ def _why(step: Step, mode: str) -> str:
     return (
         f"Per-sample gradients of all layers are {format_bytes(samples)} (s n w), which this mode does not keep; "
         "instead, autograd's saved tensors stay live through a second backward pass."
-    )
-
-
-def checkpoints(case: Case) -> Iterator[Suggestion]:
-    """Suggests activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
-    activations, one unit at a time. Ghost clipping is excluded, because it runs backward twice.
-    """
-    step = case.step
-    if step is None or step.mode not in ("", "hooks", "functorch"):
-        return
-    units = repeated_units(case.shapes.modules)
-    inside = {prefix: [layer for layer in step.layers if layer.name.startswith(f"{prefix}.")] for prefix in units}
-    activations = {prefix: sum(layer.activations for layer in layers) for prefix, layers in inside.items() if layers}
-    if not activations:
-        return
-    inputs = {layers[0].name: layers[0].forward.input_bytes for layers in inside.values() if layers}
-    recomputed: dict[str, int] = {}  # by layer: activations of its unit that are recomputed and not used yet
-    for layers in inside.values():
-        for layer, size in zip(layers, accumulate(layer.activations for layer in layers), strict=True):
-            recomputed[layer.name] = size
-    kept = [
-        replace(layer, activations=inputs.get(layer.name, 0)) if layer.name in recomputed else layer
-        for layer in step.layers
-    ]
-    left = {"left_behind": case.leftovers.bytes} if case.leftovers.bytes else {}
-    instants = [
-        replace(each, parts={**each.parts, **left, "recomputed_activations": recomputed.get(each.module, 0)})
-        for each in step.with_changes(layers=tuple(kept)).instants(step.samples)
-    ]
-    yield suggest(
-        case,
-        max(instants, key=lambda each: each.bytes),
-        TRAINING,
-        f"checkpoints around {len(activations)} repeated blocks",
-        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)  # the only kind that Opacus supports",
-        f"Blocks hold {format_bytes(sum(activations.values()))} of activations; with checkpoints each keeps its input, "
-        f"and one at a time recomputes the rest, up to {format_bytes(max(activations.values()))}.",
-        Action(kind="checkpoint", modules=list(activations)),
-    )
-
-
-def optimizer_states(case: Case) -> Iterator[Suggestion]:
-    """Suggests an optimizer without states."""
-    step = case.step
-    if step is None or not step.states or case.history.step_peaks:
-        return
-    instant = case.peak_of(step.with_changes(states=0, update=0))
-    yield suggest(
-        case,
-        instant,
-        TRAINING,
-        "SGD without momentum instead of " + case.shapes.optimizer,
-        "torch.optim.SGD(model.parameters(), lr=...)",
-        f"{case.shapes.optimizer} keeps {format_bytes(step.states)}, and its step temporarily allocates "
-        f"{format_bytes(step.update)} more.",
-        Action(kind="optimizer", value="SGD"),
     )

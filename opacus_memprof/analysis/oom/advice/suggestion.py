@@ -1,15 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suggestion, and its construction from a predicted peak."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.step import Instant
+from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.profiles.oom_report import Action, SuggestedChange
 from opacus_memprof.profiles.units import format_bytes
 
 # How much of the program a suggestion changes, smallest first. Suggestions that fit are sorted by it.
-DEFECT, VARYING, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH, TRAINING = range(10)
+DEFECT, VARYING, SETTING, LINE, BATCH, MODE, SMALL_BATCH, OTHER_MODE, MODE_AND_BATCH = range(9)
+CHECKPOINTS, OPTIMIZER, DTYPE, COMBINED, ADAPTERS, SEQUENCE = range(9, 15)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the training that can be combined with others.
+
+    Attributes:
+        change: how much of the program changes (DEFECT … SEQUENCE).
+        title, code, computed, actions: see Suggestion.
+        apply: returns the step with the change.
+        same_forward: whether the forward pass takes as much as before.
+    """
+
+    change: int
+    title: str
+    code: str
+    computed: str
+    actions: tuple[Action, ...]
+    apply: Callable[[Step], Step]
+    same_forward: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,7 @@ class Suggestion:
         saved: the predicted peak without the change, less `peak`.
         fits: whether `peak` fits; None if the capacity is unknown.
         is_tight: whether it fits, but would not fit if a hole as large as the largest block could not be used.
-        change: how much of the program changes (DEFECT … TRAINING).
+        change: how much of the program changes (DEFECT … SEQUENCE).
     """
 
     actions: tuple[Action, ...]

@@ -2,10 +2,12 @@
 """Suggests freeing memory that serves no purpose: leftovers, unused gradients, fragments, other processes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from opacus_memprof.analysis.findings import largest
+from opacus_memprof.analysis.findings import MATERIAL, earlier_models, largest, model_of
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
 from opacus_memprof.analysis.oom.capacity import CONTEXT, MARGIN, is_crowded_by_others, is_fragmented
+from opacus_memprof.analysis.oom.failure import sum_by
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
 from opacus_memprof.profiles.oom_report import Action
@@ -49,6 +51,34 @@ def release_leftovers(case: Case) -> Iterator[Suggestion]:
         f"{size} from {len(steps)} steps between {steps[0]} and {steps[-1]} are still live, about "
         f"{format_bytes(left.bytes // len(steps))} of each.",
         Action(kind="let_go", categories=list(left.by_category), modules=list(left.by_module)),
+    )
+
+
+def release_models(case: Case) -> Iterator[Suggestion]:
+    """Suggests freeing models of earlier trainings in the same process."""
+    modules: dict[str, dict[str, int]] = {}
+    for (module, category), size in case.failure.sum_by(lambda group: (group.module, group.category)).items():
+        modules.setdefault(module, {})[category] = size
+    sizes = earlier_models(modules)
+    total = sum(sizes.values())
+    instant = case.peak()
+    if total < MATERIAL * instant.bytes:
+        return
+    program = case.shapes.program
+    theirs = [group for group in case.failure.block_groups if group.module and model_of(group.module)[1] in sizes]
+    freed = sum_by(theirs, lambda group: group.category)
+    parts = {name: size - freed.get(name, 0) for name, size in instant.parts.items()}
+    parts["resident"] = parts.get("resident", 0) - (total - sum(freed[name] for name in freed if name in instant.parts))
+    yield suggest(
+        case,
+        replace(instant, parts=parts),
+        DEFECT,
+        f"freeing {format_count(len(sizes), 'equal model')} of earlier trainings",
+        f"import gc\ndel {program.model}, {program.optimizer}, {program.loader}\ngc.collect()  # at the end of each "
+        "training",
+        f"{largest(sizes)} of models that an equal one has followed are alive: hooks keep a private model in a "
+        "reference cycle.",
+        Action(kind="release_models", modules=list(sizes)),
     )
 
 

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suggests changes of the training itself, such as checkpointing or another data type, alone and combined."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, combinations
+
+from opacus_memprof.analysis.oom.advice.changes import batch_action, batch_code, largest_that_fits
+from opacus_memprof.analysis.oom.advice.changes import mode_change as another_mode
+from opacus_memprof.analysis.oom.advice.suggestion import (
+    ADAPTERS,
+    CHECKPOINTS,
+    COMBINED,
+    DTYPE,
+    OPTIMIZER,
+    SEQUENCE,
+    Change,
+    Suggestion,
+    suggest,
+)
+from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.model_structure import repeated_units
+from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.analysis.oom.step import Instant, Step
+from opacus_memprof.profiles.oom_report import Action
+from opacus_memprof.profiles.units import format_bytes, format_count
+
+_RANK = 8  # of the adapters
+_MODES = ("", "hooks", "functorch", "ghost", "fast", "flash_clip")
+
+
+def training_changes(case: Case) -> list[Change]:
+    """Returns the changes of the training that are possible."""
+    if case.step is None or case.step.mode not in _MODES:
+        return []
+    makers = (checkpoints, optimizer_states, data_type, adapters, shorter_sequence)
+    return [change for maker in makers if (change := maker(case, case.step)) is not None]
+
+
+def change_training(case: Case) -> Iterator[Suggestion]:
+    """Suggests each of these changes alone."""
+    for change in training_changes(case):
+        yield _suggestion(case, [change])
+
+
+def combine(case: Case) -> Iterator[Suggestion]:
+    """Suggests combinations of two or three changes, the smallest that fit; with a smaller batch if none does."""
+    if case.step is None:
+        return
+    mode = another_mode(case, "flash_clip")
+    changes = [*([] if mode is None else [mode]), *training_changes(case)]
+    several = [list(each) for count in (2, 3) for each in combinations(changes, count)]
+    several.sort(key=lambda each: (len(each), sum(change.change for change in each)))
+    found = [each for each in several if case.fits(peak_with(case, each).bytes)]
+    for each in found[:2]:
+        yield _suggestion(case, each)
+    if found or not case.samples or not case.step.mode:
+        return
+    for each in [[change] for change in changes] + several:
+        fitting = largest_that_fits(case, lambda n, each=each: peak_with(case, each, n))  # type: ignore[misc]
+        if fitting is not None:
+            yield _suggestion(case, each, fitting[0])
+            return
+
+
+def _apply(step: Step, changes: list[Change]) -> Step:
+    for change in changes:
+        step = change.apply(step)
+    return step
+
+
+def peak_with(case: Case, changes: list[Change], n: int | None = None) -> Instant:
+    """Returns the predicted peak with these changes, for n samples (default: as many as in the failed step)."""
+    assert case.step is not None
+    same_forward = all(change.same_forward for change in changes)
+    return case.peak_of(_apply(case.step, changes), n, same_forward=same_forward)
+
+
+def _suggestion(case: Case, changes: list[Change], n: int | None = None) -> Suggestion:
+    """Builds the suggestion of these changes, and of a physical batch of at most n samples."""
+    assert case.step is not None
+    step = _apply(case.step, changes)
+    titles, codes = [change.title for change in changes], [change.code for change in changes]
+    actions = [action for change in changes for action in change.actions]
+    if n is not None:
+        titles.append(f"a physical batch of at most {format_count(n, 'sample')}")
+        codes.append(batch_code(case, n))
+        actions.append(batch_action(n))
+    return suggest(
+        case,
+        peak_with(case, changes, n),
+        changes[0].change if len(titles) == 1 else COMBINED,
+        ", and ".join(titles),
+        "\n".join(codes),
+        " ".join(change.computed for change in changes),
+        *actions,
+        largest=step.largest_block(n or step.samples),
+    )
+
+
+# --- the changes ---
+
+
+def checkpoints(case: Case, step: Step) -> Change | None:
+    """Activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
+    activations, one unit at a time.
+    """
+    reentrant = step.mode not in ("", "flash_clip")  # Opacus' hooks know no other kind
+    inside: dict[str, list[Layer]] = {}
+    for prefix in repeated_units(case.shapes.modules):
+        layers = [layer for layer in step.layers if layer.name.startswith(f"{prefix}.")]
+        # A reentrant checkpoint passes no gradient on if none of its inputs needs one.
+        if layers and not (reentrant and layers[0].forward.from_leaf):
+            inside[prefix] = layers
+    activations = {prefix: sum(layer.activations for layer in layers) for prefix, layers in inside.items()}
+    if not activations or step.recomputed:
+        return None
+
+    def apply(changed: Step) -> Step:
+        by_name = {layer.name: layer for layer in changed.layers}
+        kept: dict[str, int] = {}
+        recomputed: dict[str, int] = {}  # by layer: activations of its unit that are recomputed and not used yet
+        for layers in inside.values():
+            unit = [by_name[layer.name] for layer in layers]
+            kept |= {layer.name: unit[0].forward.input_bytes if layer is unit[0] else 0 for layer in unit}
+            sums = accumulate(layer.activations for layer in unit)
+            recomputed |= {layer.name: size for layer, size in zip(unit, sums, strict=True)}
+        layers = [
+            replace(each, activations=kept[each.name], saved_before=0) if each.name in kept else each
+            for each in changed.layers
+        ]
+        return changed.with_changes(layers=tuple(layers), recomputed=recomputed)
+
+    return Change(
+        CHECKPOINTS,
+        f"activation checkpoints around {len(activations)} repeated blocks",
+        _checkpoint_code(case, list(activations), reentrant=reentrant),
+        f"Blocks hold {format_bytes(sum(activations.values()))} of activations; with checkpoints each keeps its input, "
+        f"and one at a time recomputes the rest, up to {format_bytes(max(activations.values()))}.",
+        (Action(kind="checkpoint", modules=list(activations)),),
+        apply,
+    )
+
+
+def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
+    program = case.shapes.program
+    if program.enables_checkpoints:
+        return f'{program.model}.gradient_checkpointing_enable({{"use_reentrant": {reentrant}}})'
+    parents: dict[str, list[int]] = {}
+    for unit in units:
+        parent, _, number = unit.rpartition(".")
+        parents.setdefault(parent, []).append(int(number))
+    slices = [
+        ".".join(filter(None, [program.model, parent])) + f"[{min(numbers)}:{max(numbers) + 1}]"
+        if len(numbers) == max(numbers) + 1 - min(numbers)
+        else f"[{', '.join(f'{program.model}.{parent}[{number}]' for number in numbers)}]"
+        for parent, numbers in parents.items()
+    ]
+    return "\n".join(
+        [
+            "from functools import partial",
+            "from torch.utils.checkpoint import checkpoint",
+            *(
+                f"for block in {each}: block.forward = partial(checkpoint, block.forward, use_reentrant={reentrant})"
+                for each in slices
+            ),
+        ]
+    )
+
+
+def optimizer_states(case: Case, step: Step) -> Change | None:
+    """An optimizer without states."""
+    if not step.states or case.history.step_peaks:
+        return None
+    optimizer = case.shapes.optimizer
+    return Change(
+        OPTIMIZER,
+        f"SGD without momentum instead of {optimizer}",
+        f"torch.optim.SGD({case.shapes.program.model}.parameters(), lr=...)",
+        f"{optimizer} keeps {format_bytes(step.states)}, and its step temporarily allocates "
+        f"{format_bytes(step.update)} more.",
+        (Action(kind="optimizer", value="SGD"),),
+        lambda changed: changed.with_changes(states=0, update=0),
+        same_forward=True,
+    )
+
+
+def data_type(case: Case, step: Step) -> Change | None:
+    """Parameters and activations of 16 bits: bfloat16, or float16 where the GPU does not compute in bfloat16."""
+    if any(layer.forward.element_bytes != 4 for layer in step.layers):
+        return None
+    name = "bfloat16" if case.shapes.has_bfloat16 else "float16"
+    parameters = case.failure.sum_by(lambda group: group.category).get("model_parameters", 0)
+    program = case.shapes.program
+    code = f"{program.model} = {program.model}.to(torch.{name})  # before the optimizer is made"
+    if step.layers[0].module.kind != "Embedding":
+        code += f"\nx = x.to(torch.{name})  # each batch of inputs"
+
+    def apply(changed: Step) -> Step:
+        return changed.with_changes(
+            layers=tuple(map(_halved, changed.layers)),
+            resident=changed.resident - parameters // 2,
+            trained=changed.trained // 2,
+            largest=changed.largest // 2,
+            states=changed.states // 2,
+            update=changed.update // 2,
+            loss=changed.loss // 2,
+            output=changed.output // 2,
+            recomputed={name: size // 2 for name, size in changed.recomputed.items()},
+        )
+
+    return Change(
+        DTYPE,
+        f"{name} instead of float32",
+        code,
+        f"Parameters, activations and gradients have half of their bytes. Accuracy can differ"
+        f"{'' if case.shapes.has_bfloat16 else '; this GPU does not compute in bfloat16'}.",
+        (Action(kind="dtype", value=name),),
+        apply,
+    )
+
+
+def _halved(layer: Layer) -> Layer:
+    forward = layer.forward
+    inputs = forward.input_bytes if layer.module.kind == "Embedding" else forward.input_bytes // 2
+    return _smaller(
+        replace(
+            layer,
+            module=replace(layer.module, bytes=layer.module.bytes // 2),
+            forward=replace(forward, element_bytes=2, output_bytes=forward.output_bytes // 2, input_bytes=inputs),
+        )
+    )
+
+
+def _smaller(layer: Layer, squares: int = 2) -> Layer:
+    """The layer with half of its activations, and a `squares`-th of its attention weights."""
+    square = layer.largest_square
+    # Blocks of a square's size are taken for attention weights where they are larger than a layer's input.
+    weights = layer.saved_before // square * square if square > layer.forward.input_bytes else 0
+    return replace(
+        layer,
+        activations=(layer.activations - weights) // 2 + weights // squares,
+        largest=layer.largest // (squares if layer.largest == square else 2),
+        residual_gradient=layer.residual_gradient // 2,
+        saved_before=(layer.saved_before - weights) // 2 + weights // squares,
+        largest_square=square // squares,
+        repeated_forward=layer.repeated_forward // 2,
+    )
+
+
+def adapters(case: Case, step: Step) -> Change | None:
+    """LoRA adapters at Linear layers, and all else frozen: for a pretrained model."""
+    adapted = [layer for layer in step.layers if _takes_adapter(layer)]
+    if not adapted or 2 * sum(layer.module.bytes for layer in adapted) < step.trained:
+        return None
+
+    def apply(changed: Step) -> Step:
+        layers = tuple(map(_with_adapter, changed.layers))
+        sizes = [layer.module.bytes for layer in layers]
+        return changed.with_changes(
+            layers=layers,
+            resident=changed.resident + sum(sizes),
+            trained=sum(sizes),
+            largest=max(sizes),
+            states=changed.states * sum(sizes) // max(changed.trained, 1),
+            update=changed.update * sum(sizes) // max(changed.trained, 1),
+        )
+
+    program = case.shapes.program
+    return Change(
+        ADAPTERS,
+        f"LoRA adapters of rank {_RANK} instead of all parameters",
+        f"from peft import LoraConfig, get_peft_model\n{program.model} = get_peft_model({program.model}, "
+        f'LoraConfig(r={_RANK}, target_modules="all-linear"))  # before the optimizer is made',
+        f"Only adapters at {format_count(len(adapted), 'Linear layer')} are trained, for a pretrained model. "
+        "Gradients, per-sample gradients and optimizer states are theirs alone.",
+        (Action(kind="lora", value=_RANK),),
+        apply,
+    )
+
+
+def _takes_adapter(layer: Layer) -> bool:
+    module = layer.module
+    return module.kind == "Linear" and not module.tied_to and min(module.rows, module.columns) > 4 * _RANK
+
+
+def _with_adapter(layer: Layer) -> Layer:
+    """The layer with an adapter, or frozen. What the layer saves of its input, its adapter saves."""
+    module = layer.module
+    if not _takes_adapter(layer):
+        frozen = replace(
+            module, kind="frozen", bytes=0, weight=0, bias=0, rows=0, columns=0, sampled_in=None, tied_to=""
+        )
+        return replace(layer, module=frozen)
+    itemsize = module.bytes // max(layer.elements, 1)
+    weight = _RANK * (module.rows + module.columns)
+    size = weight * itemsize
+    adapter = replace(module, bytes=size, weight=weight, bias=0, rows=_RANK, columns=module.rows + module.columns)
+    between = layer.forward.samples * layer.forward.tokens * _RANK * layer.forward.element_bytes
+    scaled = layer.residual_gradient + layer.forward.output_bytes  # the gradient of the adapter's scaled output
+    return replace(layer, module=adapter, activations=layer.activations + between, residual_gradient=scaled)
+
+
+def shorter_sequence(case: Case, step: Step) -> Change | None:
+    """Half of the tokens of each sample."""
+    first = step.layers[0]
+    if first.module.kind != "Embedding" or first.forward.tokens < 2:
+        return None
+    tokens = first.forward.tokens
+
+    def halve(layer: Layer) -> Layer:
+        forward = layer.forward
+        if forward.tokens < 2:
+            return layer
+        half = replace(
+            forward,
+            tokens=forward.tokens // 2,
+            input_bytes=forward.input_bytes // 2,
+            output_bytes=forward.output_bytes // 2,
+        )
+        return _smaller(replace(layer, forward=half), squares=4)
+
+    by_token = step.layers[-1].forward.tokens > 1
+
+    def apply(changed: Step) -> Step:
+        return changed.with_changes(
+            layers=tuple(map(halve, changed.layers)),
+            inputs=changed.inputs // 2,
+            loss=changed.loss // 2 if by_token else changed.loss,
+            output=changed.output // 2 if by_token else changed.output,
+            recomputed={name: size // 2 for name, size in changed.recomputed.items()},
+        )
+
+    return Change(
+        SEQUENCE,
+        f"sequences of {tokens // 2} tokens instead of {tokens}",
+        f"ids = ids[:, :{tokens // 2}]  # each batch",
+        f"A sample has {format_count(tokens, 'token')}; activations grow with them, and attention weights with their "
+        "square.",
+        (Action(kind="sequence_length", value=tokens // 2),),
+        apply,
+    )
