@@ -258,6 +258,9 @@ def in_setup_phase(follow: Callable[[Any], object]) -> CallHook:
     """Observes `make_private` in the phase `setup`, and calls `follow` with its result.
 
     Preparing a model for functorch copies its layers on the device.
+
+    Raises:
+        CallError: make_private has raised.
     """
     previous_phase = native.set_phase(SETUP)
     try:
