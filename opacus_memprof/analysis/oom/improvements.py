@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.oom.advice import changes, waste
+from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
 from opacus_memprof.analysis.oom.capacity import DeviceMemory
 from opacus_memprof.analysis.oom.estimate import estimate_step
@@ -28,7 +28,7 @@ _ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.norms_without_squares,
     changes.adopted_samples,
     changes.another_mode,
-    changes.checkpoints,
+    training.suggest_checkpoints,
 )
 _OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 

@@ -43,6 +43,13 @@ def change_training(case: Case) -> Iterator[Suggestion]:
         yield _suggestion(case, [change])
 
 
+def suggest_checkpoints(case: Case) -> Iterator[Suggestion]:
+    """Suggests activation checkpoints alone."""
+    change = None if case.step is None or case.step.mode not in _MODES else checkpoints(case, case.step)
+    if change is not None:
+        yield _suggestion(case, [change])
+
+
 def combine(case: Case) -> Iterator[Suggestion]:
     """Suggests combinations of two or three changes, the smallest that fit; with a smaller batch if none does."""
     if case.step is None:
