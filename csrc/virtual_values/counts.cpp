@@ -13,6 +13,7 @@ namespace {
 std::mutex mutex;
 Uses reads;
 Uses shapes;
+std::map<std::string, std::string> stacks;  // by line of the program, of the first use there
 std::map<std::string, std::uint64_t> failed;
 std::vector<std::string> libraries;
 
@@ -28,54 +29,65 @@ std::string file_of(PyCodeObject* code) {
   return text == nullptr ? "" : text;
 }
 
-// The innermost line of this thread's Python that is the program's.
-std::string line_of_program() {
-  if (Py_IsInitialized() == 0) return "";
+struct Place {
+  std::string line;   // the innermost of this thread's Python that is the program's
+  std::string stack;  // a line for each frame, the innermost first
+};
+
+constexpr int kFrames = 32;
+
+Place place() {
+  Place found;
+  if (Py_IsInitialized() == 0) return found;
   const PyGILState_STATE held = PyGILState_Ensure();
-  std::string line;
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-  while (frame != nullptr) {
+  for (int depth = 0; frame != nullptr; ++depth) {
     PyCodeObject* const code = PyFrame_GetCode(frame);
-    if (const std::string file = file_of(code); is_the_programs(file)) {
-      line = file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-    }
+    const std::string file = file_of(code);
+    const std::string line = file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+    if (found.line.empty() && is_the_programs(file)) found.line = line;
+    if (depth < kFrames) found.stack += '\n' + line;
     Py_DECREF(code);
-    PyFrameObject* const outer = line.empty() ? PyFrame_GetBack(frame) : nullptr;
+    PyFrameObject* const outer =
+        depth < kFrames || found.line.empty() ? PyFrame_GetBack(frame) : nullptr;
     Py_DECREF(frame);
     frame = outer;
   }
   PyGILState_Release(held);
-  return line;
+  return found;
+}
+
+void count(Uses& uses, const std::string& operation) {
+  Place at = place();
+  const std::lock_guard lock(mutex);
+  stacks.try_emplace(at.line, std::move(at.stack));
+  ++uses[{operation, std::move(at.line)}];
+}
+
+Uses with_stacks(const Uses& uses) {
+  const std::lock_guard lock(mutex);
+  Uses found;
+  for (const auto& [use, times] : uses) {
+    const auto& [operation, line] = use;
+    found[{operation, line + stacks[line]}] = times;
+  }
+  return found;
 }
 
 }  // namespace
 
-void count_unknown_read(const std::string& operation) {
-  std::string line = line_of_program();
-  const std::lock_guard lock(mutex);
-  ++reads[{operation, std::move(line)}];
-}
+void count_unknown_read(const std::string& operation) { count(reads, operation); }
 
-void count_assumed_shape(const std::string& operation) {
-  std::string line = line_of_program();
-  const std::lock_guard lock(mutex);
-  ++shapes[{operation, std::move(line)}];
-}
+void count_assumed_shape(const std::string& operation) { count(shapes, operation); }
 
 void count_failure(const std::string& operation) {
   const std::lock_guard lock(mutex);
   ++failed[operation];
 }
 
-Uses unknown_reads() {
-  const std::lock_guard lock(mutex);
-  return reads;
-}
+Uses unknown_reads() { return with_stacks(reads); }
 
-Uses assumed_shapes() {
-  const std::lock_guard lock(mutex);
-  return shapes;
-}
+Uses assumed_shapes() { return with_stacks(shapes); }
 
 std::map<std::string, std::uint64_t> failures() {
   const std::lock_guard lock(mutex);

@@ -98,8 +98,10 @@ void choose_indices(const Operation& operation, const std::vector<c10::IValue>& 
   if (dimension < 0) dimension += input.dim();
   const at::Tensor& output = results[returns - 1].toTensor();
   if (output.scalar_type() != at::kLong) return;
-  count_assumed_shape(operation.name);
-  if (topk) return write_round_robin(output, dimension, input.size(dimension), State::known);
+  if (topk) {
+    count_assumed_shape(operation.name);
+    return write_round_robin(output, dimension, input.size(dimension), State::known);
+  }
   // Without the dimension, or with it as one element: each row has one index.
   write_round_robin(output, output.dim() == input.dim() ? dimension : output.dim() - 1,
                     input.size(dimension), State::assumed);

@@ -3,15 +3,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opacus_memprof.profiles.profile import UnknownUse, VirtualGpus
+from opacus_memprof.virtual_gpu.decisions import decides
 from opacus_memprof.virtual_gpu.devices import Gpu
 from opacus_memprof.virtual_gpu.process import active, default_answers
 
 if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _MAX_WARNINGS = 20  # of one kind; profile.json has all uses
 
 
@@ -100,16 +104,26 @@ def describe_limits() -> list[str]:
         return []
     counts = _Counts.now().since(_at_begin)
     reads = _sentences(
-        counts.unknown_reads,
+        [use for use in counts.unknown_reads if _matters(use)],
         "read values that the virtual GPU does not compute, and got zeros: on a real GPU the program may branch "
         "differently here",
     )
     shapes = _sentences(
-        counts.assumed_shapes,
+        [use for use in counts.assumed_shapes if not _of_this_package(use)],
         "took its shape or its indices from values that the virtual GPU does not compute: an upper bound is used, and "
         "a real GPU may allocate less",
     )
     return [*_kernel_warnings(gpus.gpu), *reads, *shapes]
+
+
+def _matters(use: "Use") -> bool:
+    return not _of_this_package(use) and decides(use.frames)
+
+
+def _of_this_package(use: "Use") -> bool:
+    """Returns whether this package's own code has asked: flash_clip's checks of itself are not the program's."""
+    frames = takewhile(lambda frame: f"{frame.file}:{frame.line}" != use.line, use.frames)
+    return any(frame.file.startswith(_PACKAGE) for frame in frames)
 
 
 def _sentences(uses: "list[Use]", predicate: str) -> list[str]:

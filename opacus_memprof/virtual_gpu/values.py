@@ -23,7 +23,7 @@ Imports torch, so it must be imported after the program has imported torch.
 
 import sysconfig
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from opacus_memprof.recording import native  # checks the version of torch before an extension is loaded
+from opacus_memprof.virtual_gpu.decisions import Frame
 
 try:
     from opacus_memprof import _virtual
@@ -51,11 +52,13 @@ class Use:
         operation: the operation, such as "item".
         line: "file:line"; empty if no line of the program called it, as on a thread of autograd.
         count: the number of uses.
+        frames: where it was first used, and the lines that called, the innermost first.
     """
 
     operation: str
     line: str
     count: int
+    frames: tuple[Frame, ...] = field(default=(), compare=False, repr=False)
 
 
 def install() -> None:
@@ -112,4 +115,9 @@ def failures() -> dict[str, int]:
 
 
 def _uses(counted: dict[tuple[str, str], int]) -> list[Use]:
-    return [Use(operation, line, count) for (operation, line), count in sorted(counted.items())]
+    uses = []
+    for (operation, lines), count in sorted(counted.items()):
+        line, *stack = lines.split("\n")
+        frames = [Frame(file, int(number)) for file, _, number in (each.rpartition(":") for each in stack)]
+        uses.append(Use(operation, line, count, tuple(frames)))
+    return uses

@@ -189,6 +189,29 @@ def test_the_largest_reserved_memory_is_of_the_whole_run(tmp_path: Path) -> None
     assert shown in python("-m", "opacus_memprof", "report", tmp_path / "out").stdout
 
 
+SHOWS = """
+import torch
+model = torch.nn.Linear(1500, 1500).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+losses = []
+for _ in range(2):
+    outputs = model(torch.randn(1500, 1500, device="cuda"))
+    loss = torch.nn.functional.cross_entropy(outputs, torch.randint(0, 1500, (1500,), device="cuda"))
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    print(f"{loss.item():.3f} {(outputs.argmax(1) == 3).float().mean().item():.2f}", sum(losses))
+"""
+
+
+def test_a_loss_that_is_only_shown_is_no_warning(tmp_path: Path) -> None:
+    completed = of_script(tmp_path, SHOWS)
+    assert completed.returncode == 0, completed.stderr
+    profile = profile_of(tmp_path / "out")
+    assert [use["count"] for use in profile["virtual"]["unknown_reads"]] == [2, 4]
+    assert profile["warnings"] == []
+
+
 CONV1D = """
 import torch
 from torch import nn
