@@ -106,6 +106,10 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
     console.print(
         f"[bold]opacus-memprof[/]  {escape(view.name)}: {rank}{status_markup(profile)}{code}", highlight=False
     )
+    if profile.status == "killed":
+        console.print(tr("Findings, predictions and events of the last second may be missing."), style="yellow")
+    if profile.status == "running":
+        console.print(tr("The figures are those so far."), style="yellow")
     failed = view.out_of_memory if profile.status == "out_of_memory" else None
     if failed is not None:
         if not has_shown_failure:
@@ -159,8 +163,9 @@ def print_verdict(verdict: VerdictView, console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column()
     table.add_column(escape(tr_sentence(verdict.heading)), overflow="fold", ratio=1)
-    for column in (tr("PEAK"), "", ""):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_column(tr("PEAK"), justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
     for number, fix in enumerate(verdict.fixes, 1):
         effect = f"[{_EFFECT_STYLE.get(fix.effect, 'green')}]{escape(tr_sentence(fix.effect))}[/]"
         note = f"\n[dim]{escape(tr_sentence(fix.note))}[/]" if fix.note else ""
