@@ -283,8 +283,11 @@ def _lives(rows: Array, action: Array, born: Array) -> tuple[Array, Array, Array
 
 
 def _frees_have_stacks(stacks: Array, action: Array, order: Array, birth: Array) -> bool:
-    """Returns whether frees have stacks of their own, and not those of allocations."""
-    freed = (action[order] == _COMPLETED) & (action[birth] == _ALLOCATED)
+    """Returns whether frees have stacks of their own, and not those of allocations.
+
+    `free_completed` does not tell it: where a side stream was awaited, it may have another stack in any case.
+    """
+    freed = (action[order] == _REQUESTED) & (action[birth] == _ALLOCATED)
     return bool((stacks[order[freed]] != stacks[birth[freed]]).any())
 
 
