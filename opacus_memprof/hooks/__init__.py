@@ -11,10 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from opacus import PrivacyEngine
-from opacus.grad_sample import AbstractGradSampleHooks, GradSampleHooksNoOp
-from opacus.optimizers import DPOptimizer
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
@@ -34,6 +30,14 @@ from opacus_memprof.hooks import (
     shapes,
     torch_compile,
 )
+from opacus_memprof.hooks.opacus_types import (
+    AbstractGradSampleHooks,
+    DPLossFastGradientClipping,
+    DPOptimizer,
+    GradSampleHooksNoOp,
+    PrivacyEngine,
+    is_imported,
+)
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
@@ -47,6 +51,10 @@ def _roots() -> list[nn.Module]:
 def _patch_opacus(attachment: Attachment) -> None:
     opacus_hooks.wrap_functions(attachment)
     opacus_hooks.observe_ghost_backward(attachment)
+    inputs.wrap_dp_loss(attachment)
+
+
+def _patch_torch(attachment: Attachment) -> None:
     inputs.wrap_inputs(attachment)
     torch_compile.wrap_torch_compile(attachment)
     diagnosis.watch_updates(attachment, partial(_follow_once, attachment))
@@ -63,6 +71,7 @@ def _patch_flash_clip(attachment: Attachment) -> None:
     flash_clip.observe_bookkeeping(attachment)
 
 
+_torch = SharedPatch(_patch_torch)
 _opacus = SharedPatch(_patch_opacus)
 _samplers = SharedPatch(opacus_hooks.wrap_samplers, repeat=True)  # a program may register samplers at any time
 _flash_clip = SharedPatch(_patch_flash_clip)
@@ -98,11 +107,12 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
         "the model's components": assign_components,
         "Opacus' hooks of the model": lambda unit: opacus_hooks.wrap_opacus_hooks(unit, root),
         "the model's forward passes": lambda unit: scoped.update(modules.wrap_forwards(unit, root)),
-        "Opacus' functions": _opacus.use,
-        "Opacus' grad samplers": _samplers.use,
+        "torch's functions": _torch.use,
         "DDP and FSDP2": _distributed.use,
         "owners that are not attached": _owners.use,
     }
+    if is_imported():
+        parts |= {"Opacus' functions": _opacus.use, "Opacus' grad samplers": _samplers.use}
     if isinstance(model, GradSampleHooksNoOp):
         parts["per-sample gradients of the mode no_op"] = lambda unit: optimizer.follow_no_op_model(unit, model)
     if hasattr(model, "bookkeeping"):

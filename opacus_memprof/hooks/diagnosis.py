@@ -14,16 +14,18 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from opacus.data_loader import DPDataLoader
-from opacus.grad_sample import AbstractGradSampleHooks
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping.norm_samplers import adopts_grad_samples, has_norm_samplers
 from opacus_memprof.hooks import modules
+from opacus_memprof.hooks.opacus_types import (
+    AbstractGradSampleHooks,
+    DPDataLoader,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+)
 from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
@@ -319,13 +321,14 @@ def observe_program(shapes: TrainingShapes) -> None:
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
     default = Program()
+    samplers = sys.modules.get("opacus_memprof.clipping.norm_samplers")  # which imports Opacus
     shapes.program = Program(
         model=names.get("model", default.model),
         optimizer=names.get("optimizer", default.optimizer),
         loader=names.get("loader", default.loader),
         computes_epsilon=computes_epsilon,
-        adopts_samples=adopts_grad_samples(),
-        has_norm_samplers=has_norm_samplers(),
+        adopts_samples=samplers is not None and samplers.adopts_grad_samples(),
+        has_norm_samplers=samplers is not None and samplers.has_norm_samplers(),
         enables_checkpoints=any(
             hasattr(module, "gradient_checkpointing_enable") for model in trained for module in model.modules()
         ),

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from opacus_memprof.hooks.opacus_types import DifferentiallyPrivateDistributedDataParallel
 from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment

@@ -72,16 +72,20 @@ def _tensors_of(dataset: Any) -> Iterator[Tensor]:
 
 
 def wrap_inputs(attachment: Attachment) -> None:
-    """Wraps DataLoader's iterator, Opacus' loss of ghost clipping, and torch's losses."""
+    """Wraps DataLoader's iterator and torch's losses."""
     iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"
     attachment.observe(f"{iterator}.__init__", _observe_iterator_init)
     attachment.observe(f"{iterator}.__next__", _observe_next)
-    loss = "opacus.utils.fast_gradient_clipping_utils:DPLossFastGradientClipping"
-    attachment.observe(f"{loss}.__call__", _observe_dp_loss_call)
     attachment.on_detach(_clear_dynamo_rules)
     for module, names in _LOSSES.items():
         for name in names:
             attachment.apply(f"{module.__name__}.{name}", partial(_replace_loss, module, name))
+
+
+def wrap_dp_loss(attachment: Attachment) -> None:
+    """Wraps Opacus' loss of ghost clipping."""
+    loss = "opacus.utils.fast_gradient_clipping_utils:DPLossFastGradientClipping"
+    attachment.observe(f"{loss}.__call__", _observe_dp_loss_call)
 
 
 def _observe_iterator_init(iterator: Any, loader: Any) -> CallHook:

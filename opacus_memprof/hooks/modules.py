@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from opacus_memprof.hooks import forward_shapes, observers, torch_compile
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
+from opacus_memprof.hooks.opacus_types import AbstractGradSampleModule
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 
+from opacus_memprof.hooks.opacus_types import DPOptimizerFastGradientClipping
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import contain
 

@@ -14,8 +14,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
-from opacus.grad_sample.linear import compute_linear_norm_sample
 from torch import Tensor, nn
 
 from opacus_memprof.hooks import diagnosis, modules, observers
@@ -83,6 +81,9 @@ def wrap_sampler(
 
 def wrap_samplers(attachment: Attachment) -> None:
     """Wraps every registered sampler that is not wrapped yet. Keys stay, because Opacus looks types up among them."""
+    from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+    from opacus.grad_sample.linear import compute_linear_norm_sample
+
     registries = (
         (GradSampleHooks.GRAD_SAMPLERS, PER_SAMPLE_GRADIENTS),
         (GradSampleHooksFastGradientClipping.NORM_SAMPLERS, NORM_SAMPLES),

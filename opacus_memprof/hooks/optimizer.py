@@ -11,11 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from opacus.grad_sample import GradSampleHooksNoOp
-from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
 from opacus_memprof.hooks import diagnosis, observers, shapes
+from opacus_memprof.hooks.opacus_types import DPOptimizer, GradSampleHooksNoOp
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,

@@ -2,6 +2,7 @@
 """Records the shapes of layers, their forward passes and optimizers, in `recording.observations`."""
 
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,20 +10,20 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from opacus.grad_sample import (
-    AbstractGradSampleHooks,
-    GradSampleHooks,
-    GradSampleHooksFastGradientClipping,
-    GradSampleHooksNoOp,
-    GradSampleModuleExpandedWeights,
-)
-from opacus.layers import DPGRU, DPLSTM, DPRNN
-from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.hooks.opacus_types import (
+    AbstractGradSampleHooks,
+    DPOptimizer,
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleHooksNoOp,
+    GradSampleModuleExpandedWeights,
+    find,
+)
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
 from opacus_memprof.recording import observations
 from opacus_memprof.recording.faults import CallHook
@@ -89,7 +90,15 @@ def _is_sampled_whole(module: nn.Module) -> bool:
     It does so where a module of an unknown class has parameters of its own.
     """
     has_own = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    return has_own and type(module) not in (*GradSampleHooks.GRAD_SAMPLERS, DPGRU, DPLSTM, DPRNN)
+    return has_own and type(module) not in _sampled_types()
+
+
+def _sampled_types() -> tuple[type, ...]:
+    """Returns the classes of modules for which Opacus has samplers, and its own layers made of such modules."""
+    if (hooks := find("opacus.grad_sample", "GradSampleHooks")) is None:
+        return ()
+    layers = sys.modules["opacus.layers"]
+    return (*hooks.GRAD_SAMPLERS, layers.DPGRU, layers.DPLSTM, layers.DPRNN)
 
 
 def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
@@ -109,6 +118,7 @@ def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
 
 def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> LayerShape:
     """Returns the shape of a module whose trained parameters are `trained`."""
+    hooks = find("opacus.grad_sample", "GradSampleHooksFastGradientClipping")
     weight = trained.get("weight")
     shape = weight.shape if weight is not None and weight.dim() > 1 else None
     bias = trained["bias"].numel() if "bias" in trained else 0
@@ -119,7 +129,7 @@ def layer_shape_of(module: nn.Module, trained: dict[str, nn.Parameter]) -> Layer
         bias=bias,
         rows=shape[0] if shape else 0,
         columns=shape[1:].numel() if shape else 0,
-        norm_sampler=type(module) in GradSampleHooksFastGradientClipping.NORM_SAMPLERS,
+        norm_sampler=hooks is not None and type(module) in hooks.NORM_SAMPLERS,
         groups=module.groups if isinstance(module, _ConvNd) else 1,
         kernel_positions=math.prod(module.kernel_size) if isinstance(module, _ConvNd) else 1,
     )

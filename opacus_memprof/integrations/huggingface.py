@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A callback for Hugging Face's Trainer."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from transformers import TrainerCallback
 
 from opacus_memprof.integrations.loggers import Logger, StepLog
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY
 
 
 class MemprofCallback(TrainerCallback):
-    """Attaches the Trainer's model and optimizer to the running session, and logs memory by category.
+    """Attaches the Trainer's model and optimizer to the session, and logs memory by category.
 
     Takes a snapshot at the end of each epoch. It does not change the training. The Trainer does not clear a private
     optimizer, as Opacus requires between steps: the program does that, as examples/huggingface_trainer.py shows.
@@ -18,14 +20,21 @@ class MemprofCallback(TrainerCallback):
     Args:
         loggers: see `opacus_memprof.integrations.loggers`.
         every: steps between two logs.
+        directory: the profile of the session that this callback opens for the training, if none is running.
     """
 
-    def __init__(self, loggers: Iterable[Logger] = (), *, every: int = 1) -> None:
-        self._log = StepLog(loggers, every)
+    def __init__(
+        self,
+        loggers: Iterable[Logger] = (),
+        *,
+        every: int = 1,
+        directory: str | os.PathLike[str] = DEFAULT_DIRECTORY,
+    ) -> None:
+        self._log = StepLog(loggers, every, directory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attaches model and optimizer. Raises MemprofError if no session is running."""
-        self._log.session().attach(kwargs["model"], _unwrapped(kwargs["optimizer"]))
+        """Attaches model and optimizer."""
+        self._log.begin().attach(kwargs["model"], _unwrapped(kwargs["optimizer"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Logs memory, after the Trainer has cleared the model's gradients."""
@@ -33,7 +42,11 @@ class MemprofCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes a snapshot."""
-        self._log.session().snapshot(f"epoch {state.epoch:g}")
+        self._log.snapshot(f"epoch {state.epoch:g}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the session that this callback has opened."""
+        self._log.end()
 
 
 def _unwrapped(optimizer: Any) -> Any:

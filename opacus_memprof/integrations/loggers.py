@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs memory as scalars to TensorBoard, Weights & Biases, or any other object with a `log` method."""
 
+import atexit
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY
 from opacus_memprof.profiles.live_memory import LiveDevice, LivePeak
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording import live
 from opacus_memprof.session import Session, current
+from opacus_memprof.session import profile as record
 
 
 class Logger(Protocol):
@@ -87,31 +91,46 @@ def log_steps(profile: Profile, loggers: Iterable[Logger]) -> None:
 
 
 class StepLog:
-    """The common part of the callbacks: the running session, and logging every few steps.
+    """The common part of the callbacks: the session, and logging every few steps.
 
     Args:
         loggers: receive `scalars()`.
         every: steps between two logs.
+        directory: the profile of a session that the callback opens, because none is running when training begins.
 
     Raises:
         MemprofError: `every` is less than 1.
     """
 
-    def __init__(self, loggers: Iterable[Logger], every: int) -> None:
+    def __init__(
+        self, loggers: Iterable[Logger], every: int, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY
+    ) -> None:
         if every < 1:
             raise MemprofError(f"every={every} is not a number of steps: give 1 or more")
         self._loggers = list(loggers)
         self._every = every
+        self._directory = directory
+        self._own: Session | None = None
 
-    def session(self) -> Session:
-        """Returns the running session. Raises MemprofError if no session is running."""
+    def begin(self) -> Session:
+        """Returns the running session; without one, starts a session that `end` closes."""
         running = current()
         if running is None:
-            raise MemprofError(
-                "no profile is being recorded: train inside `with opacus_memprof.profile(...):`, or run the script "
-                "under `opacus-memprof run`"
-            )
+            running = self._own = record(self._directory)
+            running.start()
+            atexit.register(self.end, SystemExit(1))  # of a training that has raised an exception
         return running
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Closes the session, if this callback has started it. `error` is the exception that has ended the training."""
+        if self._own is not None and current() is self._own:
+            self._own.__exit__(None if error is None else type(error), error, None)
+        self._own = None
+
+    def snapshot(self, name: str) -> None:
+        """Takes a snapshot of the session that is running."""
+        if (running := current()) is not None:
+            running.snapshot(name)
 
     def step_ended(self, step: int) -> None:
         """Logs if `step`, the number of completed steps, is a multiple of `every`."""

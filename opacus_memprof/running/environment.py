@@ -106,7 +106,8 @@ def _devices(torch: Any) -> list[Check]:
 def _opacus() -> Check:
     version = installed_version("opacus")
     if version is None:
-        return Check("Opacus", "not installed", "problem", f'install it: `pip install "opacus>={LOWEST_OPACUS}"`')
+        remedy = f'only private training needs it: `pip install "opacus>={LOWEST_OPACUS}"`'
+        return Check("Opacus", "not installed", "note", remedy)
     if _minor(version) < _minor(LOWEST_OPACUS):
         remedy = f'{LOWEST_OPACUS} or newer is needed: `pip install --upgrade "opacus>={LOWEST_OPACUS}"`'
         return Check("Opacus", version, "problem", remedy)

@@ -189,8 +189,6 @@ class FollowWithoutEngine:
             self._session.attach(*_dp_optimizers(new))
             self._attached.update(new)
             return model
-        import opacus  # noqa: F401  # first, because the session attaches PrivacyEngine when Opacus is imported
-
         from opacus_memprof.hooks.inputs import tag_dataset
 
         opacus_model = _opacus_model(model)
@@ -239,9 +237,10 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def _opacus_model(model: nn.Module) -> Any:
     """Returns the GradSampleModule that the model is or is in, or its GradSampleHooks; None without Opacus."""
-    from opacus.grad_sample import AbstractGradSampleHooks
+    from opacus_memprof.hooks.opacus_types import find
 
-    for hooks in instances(AbstractGradSampleHooks):
+    kind = find("opacus.grad_sample", "AbstractGradSampleHooks")
+    for hooks in () if kind is None else instances(kind):
         if model is hooks or any(model is module for module in hooks._module.modules()):
             return hooks
     return None
@@ -249,9 +248,10 @@ def _opacus_model(model: nn.Module) -> Any:
 
 def _dp_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Returns for each optimizer the DPOptimizer around it, or itself if there is none."""
-    from opacus.optimizers import DPOptimizer
+    from opacus_memprof.hooks.opacus_types import find
 
-    wrappers = {wrapper.original_optimizer: wrapper for wrapper in instances(DPOptimizer)}
+    kind = find("opacus.optimizers", "DPOptimizer")
+    wrappers = {wrapper.original_optimizer: wrapper for wrapper in (() if kind is None else instances(kind))}
     return [wrappers.get(optimizer, optimizer) for optimizer in optimizers]
 
 

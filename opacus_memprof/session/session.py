@@ -238,10 +238,6 @@ class Session:
         """
         changes: list[tuple[str, Callable[[Attachment], None]]] = []
         try:
-            # Only attaching needs Opacus. The import comes first, because `run` attaches PrivacyEngine when it is
-            # imported.
-            import opacus  # noqa: F401
-
             from opacus_memprof import hooks
 
             for target in objects:

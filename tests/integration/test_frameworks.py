@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples run, small and in this process, and their profiles agree with formulas and with a plain loop."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import opacus_memprof
+from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.integrations.loggers import StepLog, scalars
 from opacus_memprof.recording import native
 
@@ -162,8 +164,57 @@ def test_the_trainer_trains_as_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> 
         opacus_memprof.profile("failed", device="cpu"),
     ):
         by_trainer(MemprofCallback(), clears=False)
-    with pytest.raises(opacus_memprof.MemprofError, match="no profile is being recorded: train inside"):
-        by_trainer(MemprofCallback())
+
+
+def test_the_trainer_s_callback_opens_a_session_where_none_runs() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from opacus_memprof.integrations.huggingface import MemprofCallback
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+    rows = torch.randint(64, (8, 8))
+    Trainer(
+        model=model,
+        args=TrainingArguments("out", max_steps=2, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[MemprofCallback(directory="profile")],
+    ).train()
+    assert opacus_memprof.session.current() is None
+    profile = load_profile("profile")
+    peak = profile.devices["cpu"].peak
+    assert profile.status == "finished"
+    assert peak.categories["model_parameters"] == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert sum(peak.categories.values()) == peak.requested_bytes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lightning_s_callback_opens_a_session_where_none_runs(fails: bool) -> None:
+    import pytorch_lightning as pl
+
+    from opacus_memprof.integrations.lightning import MemprofCallback
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 2)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if fails:
+                raise ValueError("mine")
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[MemprofCallback(directory="profile")], **quiet)
+    with contextlib.suppress(ValueError):
+        trainer.fit(Classifier(), DataLoader(torch.randn(8, 16), batch_size=4))
+    assert opacus_memprof.session.current() is None
+    profile = load_profile("profile")
+    assert (profile.status, profile.error) == (("failed", "ValueError: mine") if fails else ("finished", None))
+    assert profile.devices["cpu"].peak.categories["model_parameters"] == 4 * (16 * 2 + 2)
 
 
 def test_lightning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,9 @@ def test_docs_claim_what_is_tried() -> None:
 
 def test_no_opacus(machine: Machine) -> None:
     del machine.versions["opacus"]
-    assert check_of("Opacus") == Check("Opacus", "not installed", "problem", 'install it: `pip install "opacus>=1.6"`')
+    assert check_of("Opacus") == Check(
+        "Opacus", "not installed", "note", 'only private training needs it: `pip install "opacus>=1.6"`'
+    )
 
 
 def test_no_driver_leaves_the_cpu(machine: Machine) -> None:
