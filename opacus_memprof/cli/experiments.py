@@ -302,6 +302,7 @@ def _run(
     from opacus_memprof.experiments.summary import terminal_summary
 
     console = Console()
+    executor = "submitit" if running.launcher == "slurm" else running.executor
     try:
         rows = run_grid(
             preset,
@@ -309,7 +310,8 @@ def _run(
             results_dir,
             console,
             resume=running.resume,
-            cluster=None if running.launcher == "local" else _parsed(running.launcher_option or ()),
+            executor=executor,
+            cluster=_parsed(running.launcher_option or ()),
             pause=running.pause,
             token=training.token,
             on_line=print if len(cells) == 1 else lambda line: None,

@@ -24,6 +24,7 @@ from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.units import parse_size
 from opacus_memprof.running.program import fork_for_each
 
+EXECUTORS = "local|submitit|dask|ray|MODULE:CALLABLE"
 # Panel of --help → parameters of any command. Other options are in the panel "Options".
 PANELS = {
     "Model and data": (
@@ -37,7 +38,7 @@ PANELS = {
     ),
     "Comparison": ("search", "modes", "settings", "steps"),
     "Machine": (
-        *("device", "gpu", "memory", "gpus", "nproc", "launcher", "launcher_option", "pause"),
+        *("device", "gpu", "memory", "gpus", "nproc", "executor", "launcher", "launcher_option", "pause"),
         *("virtual_gpu", "virtual_memory", "virtual_gpus", "virtual_ranks", "rank", "no_weights"),
     ),
     "Results": ("output", "results_dir", "resume", "detailed", "run_all", "max_events"),
@@ -346,9 +347,12 @@ class RunningOptions:
         bool,
         typer.Option("--resume", help="Keep existing results, and run the missing ones."),
     ] = False
-    launcher: Annotated[
-        Literal["local", "slurm"], typer.Option("--launcher", help="slurm submits one job per configuration.")
+    executor: Annotated[
+        str, typer.Option("--executor", metavar=EXECUTORS, help="Where configurations run. submitit: jobs on SLURM.")
     ] = "local"
+    launcher: Annotated[Literal["local", "slurm"], typer.Option("--launcher", help="slurm is --executor submitit.")] = (
+        "local"
+    )
     launcher_option: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from opacus_memprof.cli.options import with_groups
+from opacus_memprof.cli.options import EXECUTORS, with_groups
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.jobs.executors import executor_of
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
@@ -86,6 +87,9 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    executor: Annotated[
+        str, typer.Option("--executor", metavar=EXECUTORS, help="Where the runs of a comparison happen.")
+    ] = "local",
     resume: Annotated[bool, typer.Option("--resume", help="Keep existing runs, and run the missing ones.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the plan.")] = Path(
         "memprof_plan"
@@ -116,10 +120,14 @@ def plan(
     is_single = asked.searched is None and len(cells) == 1
     if steps is not None and not is_single:
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
+    elsewhere = None if executor == "local" else executor_of(executor)
     console = Console()
     board = ProgressBoard(console, "runs", transient=True)
     try:
-        with board, open_runs(output, resume=resume, on_end=partial(report.show_run, board)) as runs:
+        with (
+            board,
+            open_runs(output, resume=resume, on_end=partial(report.show_run, board), executor=elsewhere) as runs,
+        ):
             if runs.kept:
                 console.print(f"{runs.kept} runs are there already", highlight=False)
             if is_single:

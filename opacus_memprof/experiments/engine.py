@@ -13,10 +13,17 @@ from opacus_memprof.analysis.tax import peak_tax
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.experiments.launcher import Launcher, LocalLauncher, choose_device, cluster_launcher
+from opacus_memprof.experiments.launcher import (
+    ExecutorLauncher,
+    Launcher,
+    LocalLauncher,
+    choose_device,
+    cluster_launcher,
+)
 from opacus_memprof.experiments.presets import Preset
 from opacus_memprof.experiments.rows import Row, find_vanilla
 from opacus_memprof.experiments.summary import describe_outcome
+from opacus_memprof.jobs.executors import executor_of
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.experiment_result import ExperimentResult
@@ -32,6 +39,7 @@ def run_grid(
     console: Console,
     *,
     resume: bool = False,
+    executor: str = "local",
     cluster: Mapping[str, Any] | None = None,
     pause: float = 0,
     token: str | None = None,
@@ -45,26 +53,32 @@ def run_grid(
         path: the directory of the results.
         console: receives the progress.
         resume: whether to keep existing results, and run the other cells only.
-        cluster: parameters of submitit for jobs on SLURM; None runs on this machine.
+        executor: "local" for this machine, "submitit" for jobs on SLURM, otherwise see jobs.executors.executor_of.
+        cluster: parameters of submitit.
         pause: seconds between two runs on the same GPU.
         token: token of the Hugging Face hub.
         on_line: called with each line on a run's progress, on this machine.
 
     Raises:
-        MemprofError: see ResultsDirectory, choose_device and SubmititExecutor; or the first cell was refused, as all
-            others would be, for example because the model is unknown.
+        MemprofError: see ResultsDirectory, choose_device, SubmititExecutor and executor_of; or the first cell was
+            refused, as all others would be, for example because the model is unknown.
     """
     require("matplotlib", "pictures")  # now, not after hours of training
     gpus: Sequence[int | None] = ()
-    if cluster is None:
+    workers = None
+    if executor == "local":
         cells, gpus = choose_device(cells)
+    elif executor != "submitit":
+        workers = executor_of(executor)
     with ResultsDirectory(path, preset, cells, resume=resume) as directory:
-        if cluster is None:
+        if workers is not None:
+            launcher: Launcher = ExecutorLauncher(directory, workers, workers.workers)
+        elif executor == "local":
             together = preset.side_by_side or cells[0].configuration.virtual_gpu is not None  # no times if virtual
             chosen = gpus if together else gpus[:1]
-            launcher: Launcher = LocalLauncher(directory, chosen, token, pause, on_line)
+            launcher = LocalLauncher(directory, chosen, token, pause, on_line)
         else:
-            launcher = cluster_launcher(directory, "slurm", cluster, token)
+            launcher = cluster_launcher(directory, "slurm", cluster or {}, token)
         _run_missing(directory, preset, launcher, console)
         rows = directory.rows()
         preset.draw(rows, directory.outputs)

@@ -5,5 +5,6 @@ directory   the directory of their results: locked while it is written; the jour
 pool        worker threads that share devices; jobs that have not ended
 processes   child processes that can be killed together
 progress    a line for each run that has ended, and a bar with the time left
+executors   executors by name; a call whose worker has died is run again
 submitit    jobs on a cluster, as a concurrent.futures.Executor
 """

@@ -4,8 +4,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.directory import Journal, locked_directory
+from opacus_memprof.jobs.executors import PersistentExecutor
 from opacus_memprof.jobs.pool import DevicePool, PendingJobs, usable_workers
 from opacus_memprof.jobs.processes import Processes
 from opacus_memprof.planning.configuration import PlannedConfiguration
@@ -31,17 +32,23 @@ class PlannedRuns:
         directory: the directory of the plan, locked by `open_runs`.
         workers: the number of concurrent runs.
         on_end: called with the configuration and the run, whenever one has ended.
+        executor: where programs run, with this working directory and disk; None for this machine.
 
     Attributes:
         kept: number of runs that were in the directory.
     """
 
     def __init__(
-        self, directory: Path, workers: int, on_end: Callable[[PlannedConfiguration, VirtualRun], object]
+        self,
+        directory: Path,
+        workers: int,
+        on_end: Callable[[PlannedConfiguration, VirtualRun], object],
+        executor: Executor | None = None,
     ) -> None:
         self.directory = directory
         self.workers = workers
         self._on_end = on_end
+        self._executor = executor
         self._journal = Journal(directory / PLANNED_RUNS)
         self._known = self._read_known()
         self.kept = len(self._known)
@@ -69,6 +76,8 @@ class PlannedRuns:
             done.set_result(self._known[key])
             return done
         directory = self.directory / RUNS / key
+        if self._executor is not None:
+            return self._executor.submit(run_elsewhere, configuration.to_json(), str(directory))
         return self._pool.submit(lambda worker: self._run(configuration, directory, worker))
 
     def _run(self, configuration: PlannedConfiguration, directory: Path, worker: int) -> VirtualRun:
@@ -96,6 +105,8 @@ class PlannedRuns:
 
     def close(self) -> None:
         """Kills the runs in progress, and cancels the others."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
     def _stop(self) -> None:
@@ -113,6 +124,11 @@ class PlannedRuns:
             except (KeyError, TypeError):
                 continue
         return known
+
+
+def run_elsewhere(configuration: Mapping[str, Any], directory: str) -> VirtualRun:
+    """Runs a program in a process of an executor. Raises MemprofError; see run_virtually."""
+    return run_virtually(PlannedConfiguration.from_json(configuration), Path(directory))
 
 
 class PendingRuns(Generic[Key]):
@@ -136,7 +152,11 @@ class PendingRuns(Generic[Key]):
 
 @contextmanager
 def open_runs(
-    directory: Path, *, resume: bool, on_end: Callable[[PlannedConfiguration, VirtualRun], object]
+    directory: Path,
+    *,
+    resume: bool,
+    on_end: Callable[[PlannedConfiguration, VirtualRun], object],
+    executor: PersistentExecutor | None = None,
 ) -> Iterator[PlannedRuns]:
     """A context manager that opens the runs of the plan in a directory, and locks it.
 
@@ -144,6 +164,7 @@ def open_runs(
         directory: the directory of the plan; made if it does not exist.
         resume: whether to keep the runs that are there.
         on_end: see PlannedRuns.
+        executor: see PlannedRuns.
 
     Raises:
         MemprofError: the directory cannot be written, is in use, or holds files that are neither a plan nor a profile.
@@ -155,7 +176,7 @@ def open_runs(
         journal = Journal(path / PLANNED_RUNS)
         if not (resume and journal.exists()):
             journal.clear()  # from now on the directory is a plan's
-        runs = PlannedRuns(path, usable_workers(), on_end)
+        runs = PlannedRuns(path, usable_workers() if executor is None else executor.workers, on_end, executor)
         stack.callback(runs.close)
         yield runs
 

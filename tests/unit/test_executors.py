@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executors by name, and calls whose workers die."""
+
+import importlib.util
+import os
+import signal
+import threading
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.jobs.executors import PersistentExecutor, executor_of
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.runs import open_runs
+
+
+def two_processes() -> Executor:
+    return ProcessPoolExecutor(2)
+
+
+def no_executor() -> str:
+    return "mine"
+
+
+def fails() -> Executor:
+    raise OSError("no route to the scheduler")
+
+
+def dies_at_first(folder: str, times: int, number: int) -> int:
+    """Kills its process at the first `times` calls with this number."""
+    for attempt in range(times):
+        try:
+            Path(folder, f"{number}.{attempt}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def refuses(folder: str) -> None:
+    Path(folder, str(len(os.listdir(folder)))).touch()
+    raise MemprofError("the model is unknown")
+
+
+def test_calls_whose_workers_were_killed_are_run_again(tmp_path: Path) -> None:
+    executor = executor_of(f"{__name__}:two_processes")
+    assert executor.workers == 2
+    futures = [executor.submit(dies_at_first, str(tmp_path), int(number == 3), number) for number in range(6)]
+    assert [future.result(60) for future in futures] == [0, 1, 4, 9, 16, 25]
+    executor.shutdown()
+
+
+def test_a_call_that_always_kills_its_worker_ends(tmp_path: Path) -> None:
+    executor = executor_of(f"{__name__}:two_processes")
+    error = executor.submit(dies_at_first, str(tmp_path), 99, 1).exception(60)
+    assert type(error).__name__ == "BrokenProcessPool"
+    assert len(list(tmp_path.iterdir())) == 3
+    executor.shutdown()
+
+
+def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
+    executor = PersistentExecutor(partial(ThreadPoolExecutor, 1))
+    with pytest.raises(MemprofError, match="the model is unknown"):
+        executor.submit(refuses, str(tmp_path)).result(10)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_after_its_end_no_call_is_tried_again() -> None:
+    executor = PersistentExecutor(partial(ThreadPoolExecutor, 1))
+    begun, end = threading.Event(), threading.Event()
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        begun.set()
+        end.wait(10)
+        raise OSError
+
+    future, waiting = executor.submit(call), executor.submit(call)
+    begun.wait(10)
+    executor.shutdown(wait=False, cancel_futures=True)
+    end.set()
+    assert isinstance(future.exception(10), OSError)
+    assert waiting.cancelled()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("slurmy", "'slurmy' is not an executor: choose local, submitit, dask, ray, or module:callable"),
+        ("nowhere:make", r"the executor nowhere:make cannot be made \(ModuleNotFoundError"),
+        (f"{__name__}:nothing", "AttributeError"),
+        (f"{__name__}:fails", "OSError: no route to the scheduler"),
+        (f"{__name__}:no_executor", "returns a str: return a concurrent.futures.Executor"),
+    ],
+)
+def test_what_is_not_an_executor_is_refused_in_a_sentence(name: str, message: str) -> None:
+    with pytest.raises(MemprofError, match=message):
+        executor_of(name)
+
+
+@pytest.mark.parametrize("name", ["dask", "ray"])
+def test_schedulers(name: str, tmp_path: Path) -> None:
+    module = {"dask": "distributed"}.get(name, name)
+    if importlib.util.find_spec(module) is None:
+        with pytest.raises(MemprofError, match=f"pip install {module}"):
+            executor_of(name)
+        return
+    executor = executor_of(name)
+    assert executor.submit(pow, 3, 4).result(120) == 81
+    executor.shutdown()
+
+
+def test_a_plan_s_runs_go_to_the_executor(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    configuration = PlannedConfiguration(PlannedProgram(str(tmp_path / "train.py")), "h200")
+    submitted: list[Any] = []
+
+    class Recording(ThreadPoolExecutor):
+        def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+            submitted.append(call.args)
+            return super().submit(call, *args, **kwargs)
+
+    executor = PersistentExecutor(partial(Recording, 2))
+    with open_runs(tmp_path / "plan", resume=False, on_end=lambda *end: None, executor=executor) as runs:
+        (run,) = runs.all([configuration])
+    assert [content for content, _ in submitted] == [configuration.to_json()]
+    assert run.status == "failed"
+
+
+def test_commands_refuse_unknown_executors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    small = ["--vocab-size", "16", "--hidden-dim", "8", "--num-layers", "1", "--num-heads", "1"]
+    for command in (["experiments", "--mode", "vanilla", *small], ["plan", "train.py"]):
+        name, *rest = command
+        result = CliRunner().invoke(app, [name, "--executor", "slurmy", *rest])
+        assert isinstance(result.exception, MemprofError), result.output
+        assert "'slurmy' is not an executor" in str(result.exception)
+        assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
