@@ -299,8 +299,10 @@ def plain_layers(
     """Returns the PlainLayers of a model by module. `layouts` has the batch dimensions of other layers."""
 
     def is_plain(layer: Layer) -> bool:
+        if isinstance(layer, GenericLayer):  # which may have no input
+            return False
         where = layouts[layer].inputs[0] if layer in layouts else PLAIN
-        return where is not None and where.dim == 0 and not isinstance(layer, GenericLayer)
+        return where is not None and where.dim == 0
 
     return {m: PlainLayer(layers[0], hooks) for m, layers in at.items() if len(layers) == 1 and is_plain(layers[0])}
 

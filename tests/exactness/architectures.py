@@ -338,6 +338,11 @@ VISION: dict[str, Architecture] = {
         | {"layer_scale_init_value": 0.1, "drop_path_rate": 0.1},
         allowed="exact",
     ),
+    "swin": _image(
+        "Swin",
+        {"image_size": SIDE, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
+        | {"num_labels": LABELS},
+    ),
     "swinv2": _image(
         "Swinv2",
         {"image_size": SIDE, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 2}

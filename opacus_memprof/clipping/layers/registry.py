@@ -2,6 +2,7 @@
 """The layers of a model that flash_clip clips: which modules are tapped or repeated, and for which parameters."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -144,8 +145,28 @@ def check_model(model: nn.Module) -> None:
             )
         if isinstance(module, nn.Embedding) and any(p.requires_grad for p in module.parameters(recurse=False)):
             _refuse_embedding_options(module, name)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_gradient_hook(parameter):
+            raise MemprofError(
+                f"a hook on the gradient of {name} (Tensor.register_hook) would change the gradient of the whole "
+                "batch, and not those of its samples, which are clipped: remove it, and change the model's output or "
+                "loss instead."
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MemprofError("flash_clip found no trainable parameter: every parameter has requires_grad=False.")
+
+
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Returns whether the program has registered a hook on a parameter's gradient."""
+    hooks = (getattr(hook, "func", hook) for hook in (parameter._backward_hooks or {}).values())
+    return not all(map(is_own, hooks))
+
+
+def is_own(hook: Any) -> bool:
+    """Returns whether a hook belongs to this package. The profiler adds and removes its hooks at any time."""
+    function = getattr(hook, "__func__", hook)
+    kind = getattr(function, "__module__", None) or type(hook).__module__
+    return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
 
 
 def _refuse_embedding_options(module: nn.Embedding, name: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from opacus_memprof.clipping.layers.registry import is_own
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
 
 _is_trained = attrgetter("requires_grad")
@@ -43,13 +44,18 @@ class ModelState:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
-        parameters = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
+        parameters = self._held_parameters()
         if self._seen_children.differ(chain.from_iterable(map(dict.values, self._children))):
             self._described = tuple(map(self._tokens.of, self._seen_children.objects)), self._described[1]
         return self._described[0], tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
+    def _held_parameters(self) -> list[nn.Parameter]:
+        return [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
+
     def modes(self) -> tuple[Any, ...]:
         """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.
+
+        Parameters count for the hooks on their gradients.
 
         Also returns the attributes that are plain values.
         """
@@ -59,6 +65,7 @@ class ModelState:
             tuple(map(_is_training, self._modules)),
             classes,
             self._hooks_of_users(),
+            sum(bool(p._backward_hooks) for p in self._held_parameters()),
             replaced,
             self._attributes.now(self._users_hooks),
         )
@@ -135,13 +142,6 @@ class Tokens:
 
 def _identity(held: Any) -> Any:
     return held
-
-
-def is_own(hook: Any) -> bool:
-    """Returns whether a hook belongs to this package. The profiler adds and removes its hooks at any time."""
-    function = getattr(hook, "__func__", hook)
-    kind = getattr(function, "__module__", None) or type(hook).__module__
-    return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
 
 
 class Arguments:

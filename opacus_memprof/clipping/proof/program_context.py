@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.proof.model_state import is_own
+from opacus_memprof.clipping.layers.registry import is_own
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:

@@ -19,6 +19,26 @@ def _called(call: Call) -> Callable[[Any, Batch], torch.Tensor]:
     return lambda model, batch: per_sample(call(model, batch["x"]), batch)
 
 
+class _Table(nn.Module):
+    """A module that makes its output from its parameter alone, such as a table of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 6))
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, scale: float = 1.0) -> torch.Tensor:
+        return scale * self.table[self.places]
+
+
+def _plus_table(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(x) + m.table()))
+
+
+def _plus_scaled_table(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(x) + m.table(0.5)))
+
+
 def _pair(forward: Callable[..., Any], **members: Any) -> Callable[[], nn.Module]:
     return lambda: Graph(forward, first=nn.Linear(6, 6), last=nn.Linear(6, 3), **{n: m() for n, m in members.items()})
 
@@ -146,6 +166,10 @@ PROGRAMS = [
             ("of_the_batch_s_size", _SQUARE, "either", lambda model, x: model(x, torch.arange(4))),
             ("by_sample", _STEPS, "exact", lambda model, x: model(x, torch.arange(4).expand(len(x), -1))),
         )
+    ),
+    *(
+        Program(f"arguments_of_a_module_are_{name}", _pair(forward, table=_Table), _STEPS, "exact")
+        for name, forward in (("none", _plus_table), ("a_number", _plus_scaled_table))
     ),
     Program("arguments_text", _pair(_by_task), _STEPS, "exact", _called(lambda model, x: model(x, "b"))),
     Program("arguments_number", _pair(_by_task), _STEPS, "exact", _called(lambda model, x: model(x, factor=3.0))),

@@ -301,6 +301,16 @@ def _hook_later(model: Any, optimizer: Any) -> None:
             _scale_output(module[1])
 
 
+def _hook_gradient(model: Any, optimizer: Any) -> None:
+    next(model.parameters()).register_hook(lambda gradient: 3 * gradient)
+
+
+def _hooked_gradient() -> nn.Module:
+    model = _chain(_nothing)()
+    _hook_gradient(model, None)
+    return model
+
+
 def _replace_later(model: Any, optimizer: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Sequential):
@@ -354,6 +364,8 @@ PROGRAMS = [
         Program(f"hook_{name}", _chain(change), of_shape(5, 4, 6, count=2), allowed)
         for name, (change, allowed) in _HOOKS.items()
     ),
+    Program("hook_on_gradient", _hooked_gradient, of_shape(5, 4, 6, count=2), "refused"),
+    Program("hook_on_gradient_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_hook_gradient), "refused"),
     Program("hook_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_hook_later), "exact"),
     Program("hook_replaced_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_replace_later), "exact"),
     Program("hook_mixes_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_mix_later), "refused"),
