@@ -18,15 +18,22 @@ from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
 from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
-from opacus_memprof.planning.directory import cell_content, copy_profile, draws_content, verdict_content, write_plan
+from opacus_memprof.planning.directory import (
+    cell_content,
+    copy_profile,
+    draws_content,
+    smallest_content,
+    verdict_content,
+    write_plan,
+)
 from opacus_memprof.planning.draws import TOLERATED, assess_draws
 from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import PlannedCell, fill, make_cells
+from opacus_memprof.planning.table import PlannedCell, fill, make_cells, smallest_gpus
 from opacus_memprof.planning.verdict import judge
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
-from opacus_memprof.virtual_gpu.devices import find_gpu
+from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
 
 _DOES_NOT_FIT = 3  # exit code
 
@@ -39,7 +46,9 @@ def plan(
         list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
-    gpu: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of GPU; `doctor` lists them.")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(metavar="KIND,...", help="Kinds of GPU; `doctor` lists them. `all`: which is the smallest?")
+    ] = "h100",
     memory: Annotated[
         str | None,
         typer.Option(
@@ -184,13 +193,20 @@ def _compare(
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
-    write_plan(runs, base, search=search, cells=[cell_content(cell) for cell in cells])
+    smallest = [] if len(_kinds_of(cells)) == 1 else [smallest_content(*each) for each in smallest_gpus(cells)]
+    write_plan(runs, base, search=search, cells=[cell_content(cell) for cell in cells], smallest_gpus=smallest)
     report.print_cells(cells, searched, console)
     report.print_doubts(profile["warnings"], console)
     return bool(fitting)
 
 
+def _kinds_of(cells: Sequence[PlannedCell]) -> set[str]:
+    return {cell.configuration.gpu for cell in cells}
+
+
 def _kinds(listed: str) -> list[str]:
+    if listed == "all":
+        return sorted(GPUS, key=lambda kind: GPUS[kind].total_memory)
     kinds = list(dict.fromkeys(kind.strip() for kind in listed.split(",")))
     for kind in kinds:
         find_gpu(kind)

@@ -10,7 +10,7 @@ from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.draws import Draws
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.table import PlannedCell
-from opacus_memprof.planning.verdict import Verdict
+from opacus_memprof.planning.verdict import Verdict, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.directory import PLAN, PROFILE
 from opacus_memprof.profiles.files import read_object, write_text
@@ -25,6 +25,7 @@ from opacus_memprof.profiles.plan import (
     PlannedRun,
     PlanVerdict,
     RunOfValue,
+    SmallestGpu,
     TriedAdvice,
 )
 from opacus_memprof.reports.plan_exports import write_plan_csv, write_plan_html, write_plan_pictures
@@ -71,6 +72,7 @@ def verdict_content(verdict: Verdict) -> PlanVerdict:
         fits=verdict.run.fits,
         needed_bytes=verdict.needed,
         spare_bytes=verdict.spare,
+        predicted_gpu=verdict.predicted_gpu,
         run=run_content(verdict.run),
         with_more_memory=None if verdict.whole is None else run_content(verdict.whole),
         advice=[
@@ -116,11 +118,18 @@ def cell_content(cell: PlannedCell) -> PlanCell:
         fixed=dict(cell.fixed),
         gpu=cell.configuration.gpu,
         memory_bytes=cell.configuration.memory,
+        gpu_memory_bytes=memory_of(cell.configuration),
         largest=cell.largest,
         error=cell.error,
         computed=None if line is None else ComputedBytes(base_bytes=line.base, bytes_per_value=line.slope),
         runs=[RunOfValue(value=value, **_fields(run)) for value, run in sorted(cell.runs.items())],
     )
+
+
+def smallest_content(candidate: str, cell: PlannedCell | None) -> SmallestGpu:
+    """Returns the entry of the smallest GPU in plan.json."""
+    gpu, memory = (None, None) if cell is None else (cell.configuration.gpu, memory_of(cell.configuration))
+    return SmallestGpu(candidate=candidate, gpu=gpu, memory_bytes=memory)
 
 
 def _fields(run: VirtualRun) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning.arguments import Range
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.draws import TOLERATED, Draws
-from opacus_memprof.planning.table import PlannedCell
-from opacus_memprof.planning.verdict import Advice, Verdict
+from opacus_memprof.planning.table import PlannedCell, smallest_gpus
+from opacus_memprof.planning.verdict import Advice, Verdict, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.summary import print_verdict
@@ -84,6 +84,9 @@ def view_verdict(verdict: Verdict) -> VerdictView:
     else:
         where = f"on {gpu}: {about}{format_bytes(max(-verdict.spare, 0))} too much"
         lines.append(f"memory ran out at {_place(run)}")
+    if (kind := verdict.predicted_gpu) is not None:
+        size = format_bytes(GPUS[kind].total_memory)
+        lines.append(f"the smallest GPU with as much: {kind} ({size}), predicted; --gpu all tries it")
     peak = run if run.fits else verdict.whole
     if peak is not None and peak.requested is not None:
         lines.append(f"its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
@@ -141,19 +144,26 @@ def _place(run: VirtualRun) -> str:
 def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: Console) -> None:
     """Prints a line for each cell: the largest value that fits, and the memory that it needs."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    several = len({cell.configuration.gpu for cell in cells}) > 1
     for name in columns_of(cells):
-        table.add_column(escape(name), overflow="fold")
+        table.add_column(escape(name), overflow="fold", no_wrap=name == "gpu")
+    if several:
+        table.add_column("memory", justify="right", no_wrap=True)
     for name in ("fits" if searched is None else searched.name, "peak", "reserved"):
         table.add_column(escape(name), justify="right", no_wrap=True)
     for cell in cells:
         run = cell.answer
+        columns = [*columns_of([cell]).values()]
+        columns += [format_bytes(memory_of(cell.configuration))] if several else []
         if run is None or (searched is not None and cell.largest is None):
-            table.add_row(*columns_of([cell]).values(), "none" if cell.runs else "failed")
+            table.add_row(*columns, "none" if cell.runs else "failed")
             continue
         sizes = [format_bytes(size or 0) for size in (run.requested, run.reserved)]
         what = ("yes" if run.fits else "no") if searched is None else str(cell.largest)
-        table.add_row(*columns_of([cell]).values(), what, *sizes)
+        table.add_row(*columns, what, *sizes)
     console.print(table)
+    if several:
+        _print_smallest(cells, console)
     rooms = {cell.configuration.gpu: run.may_reserve for cell in cells if (run := cell.answer) is not None}
     listed = ", ".join(f"{format_bytes(room or 0)} on {gpu}" for gpu, room in rooms.items())
     console.print(f"may be reserved: {listed}\n" if rooms else "", highlight=False)
@@ -162,6 +172,18 @@ def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: C
             _print(console, f"[yellow]{escape(cell.label)}: {escape(cell.error)}[/]")
         elif searched is not None and cell.largest is not None:
             console.print(_explained(cell, searched), highlight=False)
+
+
+def _print_smallest(cells: Sequence[PlannedCell], console: Console) -> None:
+    """Prints the smallest GPU that fits, for each candidate."""
+    for candidate, cell in smallest_gpus(cells):
+        of = f" with {candidate}" if candidate else ""
+        if cell is None:
+            console.print(f"none of these GPUs fits{escape(of)}", style="bold red", highlight=False)
+            continue
+        size = format_bytes(memory_of(cell.configuration))
+        text = f"the smallest GPU that fits{escape(of)}: {cell.configuration.gpu} ({size})"
+        console.print(text, style="bold", highlight=False)
 
 
 def columns_of(cells: Sequence[PlannedCell]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from opacus_memprof.planning.arguments import Range, Value, with_argument
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
-from opacus_memprof.planning.verdict import check_run
+from opacus_memprof.planning.verdict import check_run, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
@@ -46,6 +46,11 @@ class PlannedCell:
         return " on ".join([*([", ".join(words)] if words else []), self.configuration.gpu])
 
     @property
+    def candidate(self) -> str:
+        """The cell's label without the GPU; "" if only GPUs are compared."""
+        return self.label.rpartition(" on ")[0]
+
+    @property
     def points(self) -> dict[int, Point]:
         return {
             value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0, run.retries)
@@ -67,6 +72,15 @@ class PlannedCell:
     def line(self) -> Line | None:
         """Requested bytes by value, from the runs near the largest."""
         return requested_line(self.points)
+
+
+def smallest_gpus(cells: Sequence[PlannedCell]) -> list[tuple[str, PlannedCell | None]]:
+    """Returns the cell of the GPU with the least memory that fits, for each candidate; None if none does."""
+    found: dict[str, PlannedCell | None] = {}
+    for cell in sorted(cells, key=lambda cell: memory_of(cell.configuration)):
+        fits = cell.answer is not None and cell.answer.fits
+        found[cell.candidate] = found.get(cell.candidate) or (cell if fits else None)
+    return list(found.items())
 
 
 def fill(

@@ -62,6 +62,14 @@ class Verdict:
         return self.memory - self.needed
 
     @property
+    def predicted_gpu(self) -> str | None:
+        """The kind with the least memory that is enough, predicted from this one; None if no kind has as much."""
+        beyond_context = self.needed - GPUS[self.configuration.gpu].context_memory
+        kinds = sorted(GPUS.items(), key=lambda kind: kind[1].total_memory)
+        enough = (kind for kind, gpu in kinds if gpu.total_memory >= gpu.context_memory + beyond_context)
+        return next(enough, None)
+
+    @property
     def memory(self) -> int:
         """Bytes of the card."""
         return memory_of(self.configuration)

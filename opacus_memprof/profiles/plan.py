@@ -75,6 +75,7 @@ class PlanVerdict(JsonObject):
         needed_bytes: the memory that a GPU of this kind must have, found by runs: at most 2 % above the least that
             works.
         spare_bytes: the GPU's memory minus `needed_bytes`; negative if it does not fit.
+        predicted_gpu: the kind with the least memory that is predicted to be enough; None if no kind has as much.
         with_more_memory: the same run on a GPU that is large enough; None if the run fits, or no GPU is.
     """
 
@@ -83,6 +84,7 @@ class PlanVerdict(JsonObject):
     fits: bool
     needed_bytes: int
     spare_bytes: int
+    predicted_gpu: str | None
     run: PlannedRun
     with_more_memory: PlannedRun | None
     advice: list[TriedAdvice]
@@ -146,6 +148,7 @@ class PlanCell(JsonObject):
     Attributes:
         mode: the mode from --modes; None without the option.
         settings: settings of torch's allocator; None if --settings has none.
+        gpu_memory_bytes: memory of the GPU; `memory_bytes` if that is given.
         fixed: the grid's other arguments and their values.
         largest: the largest value that fits; None if none does, or none is searched.
         error: the reason why there is no answer; "" otherwise.
@@ -157,14 +160,27 @@ class PlanCell(JsonObject):
     fixed: dict[str, int | str]
     gpu: str
     memory_bytes: int | None
+    gpu_memory_bytes: int
     largest: int | None
     error: str
     computed: ComputedBytes | None
     runs: list[RunOfValue]
 
 
+class SmallestGpu(JsonObject):
+    """The kind with the least memory on which a candidate fits, of the kinds that were compared; None if none does.
+
+    Attributes:
+        candidate: mode, settings and fixed arguments; "" if only GPUs are compared.
+    """
+
+    candidate: str
+    gpu: str | None
+    memory_bytes: int | None
+
+
 class Plan(JsonObject, kw_only=True):
-    """The content of plan.json: `verdict`, and `draws` with --steps; or `search` and `cells`.
+    """The content of plan.json: `verdict`, and `draws` with --steps; or `search`, `cells` and `smallest_gpus`.
 
     Attributes:
         ranks: number of processes of the job, each with a GPU. Only the first one was run.
@@ -178,3 +194,4 @@ class Plan(JsonObject, kw_only=True):
     draws: PlanDraws | UnsetType = UNSET
     search: SearchedArgument | UnsetType | None = UNSET
     cells: list[PlanCell] | UnsetType = UNSET
+    smallest_gpus: list[SmallestGpu] | UnsetType = UNSET

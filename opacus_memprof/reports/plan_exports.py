@@ -36,7 +36,7 @@ _OF_RUN = (
     "module",
     "phase",
 )
-COLUMNS = ("candidate", "gpu", "value", *_OF_RUN)
+COLUMNS = ("candidate", "gpu", "gpu_memory_bytes", "value", *_OF_RUN)
 _WIDTH = 12.0  # inches
 _LABEL = 60  # characters
 _BLUE = "#5c8ce3"
@@ -162,7 +162,13 @@ def _lead(plan: Plan) -> str:
         lacking = f": {format_bytes(-verdict.spare_bytes)} too much" if verdict.spare_bytes < 0 else ""
         return f"It does not fit on {verdict.gpu}{lacking}."
     fitting = [cell for cell in _cells(plan) if any(run.fits for run in cell.runs)]
-    return f"{len(fitting)} of {len(_cells(plan))} candidates fit."
+    smallest = [] if plan.smallest_gpus is UNSET else plan.smallest_gpus
+    sentences = [f"{len(fitting)} of {len(_cells(plan))} candidates fit."]
+    for each in smallest:
+        of = f" with {each.candidate}" if each.candidate else ""
+        size = "" if each.memory_bytes is None else f" ({format_bytes(each.memory_bytes)})"
+        sentences.append(f"The smallest GPU that fits{of}: {each.gpu or 'none of these'}{size}.")
+    return " ".join(sentences)
 
 
 def write_plan_pictures(plan: Plan, path: str | os.PathLike[str]) -> list[Path]:
@@ -256,6 +262,8 @@ def write_plan_csv(plan: Plan, path: str | os.PathLike[str]) -> None:
     ):
         writer = csv.writer(file)
         writer.writerow((*COLUMNS, *(f"{category}_bytes" for category in categories)))
+        memories = {cell.gpu: cell.gpu_memory_bytes for cell in _cells(plan)}
         for label, gpu, run in found:
             own = [run.get(name) for name in _OF_RUN]
-            writer.writerow((label, gpu, run.get("value") or "", *own, *(run.categories.get(c, 0) for c in categories)))
+            own = [label, gpu, memories.get(gpu, ""), run.get("value") or "", *own]
+            writer.writerow((*own, *(run.categories.get(category, 0) for category in categories)))

@@ -77,6 +77,21 @@ def test_the_largest_batch_of_two_modes_is_the_closed_form_s(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_which_gpu(tmp_path: Path) -> None:
+    """16 000 MiB are more than a T4 has, and less than an L4."""
+    planned = opacus_memprof(
+        "plan", "--gpu", "l4,t4", "-o", tmp_path, SCRIPTS / "train_to_plan.py", "--batch-size", "1000"
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "the smallest GPU that fits: l4 (21.99 GiB)" in planned.stdout
+    found = content(tmp_path)
+    assert found["smallest_gpus"] == [{"candidate": "", "gpu": "l4", "memory_bytes": GPUS["l4"].total_memory}]
+    assert [(cell["gpu"], cell["gpu_memory_bytes"], cell["runs"][0]["fits"]) for cell in found["cells"]] == [
+        (kind, GPUS[kind].total_memory, kind == "l4") for kind in ("l4", "t4")
+    ]
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_has_advice_that_was_tried(tmp_path: Path) -> None:
     batch, width = 1024, 512
     planned = plan(tmp_path, SCRIPTS / "train_cuda.py", "--width", str(width), "--batch", str(batch))

@@ -15,6 +15,7 @@ from opacus_memprof.profiles.plan import (
     PlanVerdict,
     RunOfValue,
     SearchedArgument,
+    SmallestGpu,
     TriedAdvice,
 )
 
@@ -71,6 +72,7 @@ def a_search() -> Plan:
                 fixed={},
                 gpu=gpu,
                 memory_bytes=None,
+                gpu_memory_bytes=ROOM[gpu] + 500 * MIB,
                 largest=largest,
                 error="" if largest else "not even <i>batch-size=1</i> fits",
                 computed=ComputedBytes(base_bytes=1024 * MIB, bytes_per_value=100 * MIB),
@@ -78,7 +80,13 @@ def a_search() -> Plan:
             )
         )
     search = SearchedArgument(argument="batch-size", low=1, high=4096)
-    return Plan(program="<u>train.py", arguments=["--lr", "1"], ranks=1, search=search, cells=cells)
+    smallest = [
+        SmallestGpu(candidate=mode, gpu=gpu, memory_bytes=ROOM[gpu] + 500 * MIB)
+        for mode, gpu in (("hooks", "a100-40"), ("ghost", "h100"))
+    ]
+    return Plan(
+        program="<u>train.py", arguments=["--lr", "1"], ranks=1, search=search, cells=cells, smallest_gpus=smallest
+    )
 
 
 def a_verdict() -> Plan:
@@ -96,6 +104,7 @@ def a_verdict() -> Plan:
         fits=False,
         needed_bytes=whole.reserved_bytes,
         spare_bytes=ROOM["h100"] - 84_000 * MIB,
+        predicted_gpu="h200",
         run=a_run(700, fits=False),
         with_more_memory=whole,
         advice=advice,

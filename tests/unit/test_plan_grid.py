@@ -11,7 +11,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.arguments import Range, parse_search
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.report import print_cells
-from opacus_memprof.planning.table import PlannedCell, make_cells
+from opacus_memprof.planning.table import PlannedCell, make_cells, smallest_gpus
 from opacus_memprof.planning.virtual_run import VirtualRun
 
 EXPANDABLE = ("expandable_segments:True", "expandable_segments:False")
@@ -92,9 +92,34 @@ def test_the_table_has_80_columns() -> None:
     print_cells(cells, Range("batch-size", 1, 4096), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    rows = [line for line in lines if " GiB" in line and "may be" not in line]
+    rows = [line for line in lines if line.startswith(("128 ", "512 "))]
     assert [row.split()[-5] for row in rows] == [str(100 + number) for number in range(16)]
     assert all("…" not in line for line in lines)
+
+
+def test_the_smallest_gpu_that_fits_is_named() -> None:
+    """Of l4 with 21.99 GiB, t4 with 14.76 and a100-40 with 39.39: named in another order than by size."""
+    base = PlannedConfiguration(PlannedProgram("train.py"), "l4")
+    kinds = ["a100-40", "t4", "l4"]
+    cells = make_cells(base, kinds, modes=("mode", ["hooks", "ghost", "none"]))
+    fits = {("hooks", "l4"), ("hooks", "a100-40"), ("ghost", "a100-40"), ("ghost", "t4")}
+    for cell in cells:
+        cell.runs[0] = _run((cell.mode, cell.configuration.gpu) in fits, 10**10)
+    found = {mode: cell and cell.configuration.gpu for mode, cell in smallest_gpus(cells)}
+    assert found == {"hooks": "l4", "ghost": "t4", "none": None}
+    out = io.StringIO()
+    print_cells(cells, None, Console(file=out, width=80))
+    assert "the smallest GPU that fits with hooks: l4 (21.99 GiB)" in out.getvalue()
+    assert "none of these GPUs fits with none" in out.getvalue()
+    rows = [line.split()[:5] for line in out.getvalue().splitlines() if line.startswith("ghost")]
+    assert rows == [
+        ["ghost", kind, *size, answer]
+        for kind, size, answer in (
+            ("a100-40", ["39.39", "GiB"], "yes"),
+            ("t4", ["14.76", "GiB"], "yes"),
+            ("l4", ["21.99", "GiB"], "no"),
+        )
+    ]
 
 
 @pytest.mark.parametrize(("retries", "times"), [(0, None), (1, "once"), (4, "4 times")])

@@ -43,7 +43,10 @@ def test_candidates_against_what_may_be_reserved(open_page: Open, tmp_path: Path
         assert shares == pytest.approx([size / ROOM["h100"] for size in sizes], abs=0.004)
     assert page.texts("h1") == ["<u>train.py --lr 1"]
     assert page.texts(".virtual") == ["on virtual GPUs: memory is counted as on real ones"]
-    assert page.texts("header .lead") == ["3 of 4 candidates fit."]
+    assert page.texts("header .lead") == [
+        "3 of 4 candidates fit. The smallest GPU that fits with hooks: a100-40 (38.57 GiB). "
+        "The smallest GPU that fits with ghost: h100 (76.66 GiB)."
+    ]
 
 
 def test_the_largest_values_by_mode_and_gpu(open_page: Open, tmp_path: Path) -> None:
@@ -100,6 +103,9 @@ def test_the_table_has_every_run(tmp_path: Path) -> None:
             parts = sum(int(row[f"{name}_bytes"]) for name in a_run(1).categories)
             assert parts == int(row["requested_bytes"])
     write_plan_csv(a_search(), tmp_path / "plan.csv")
+    with open(tmp_path / "plan.csv", newline="") as file:
+        memories = {(row["gpu"], int(row["gpu_memory_bytes"])) for row in csv.DictReader(file)}
+    assert memories == {(gpu, room + 500 * MIB) for gpu, room in ROOM.items()}
     with open(tmp_path / "plan.csv", newline="") as file:
         assert [row["value"] for row in csv.DictReader(file) if row["fits"] == "True"] == list(
             map(str, [1, 370, 1, 740, 1, 738])
