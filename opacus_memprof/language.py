@@ -27,7 +27,7 @@ _ENTRY = re.compile(r'^(msgctxt "sentence"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"
 ESCAPED = "opacus_memprof.escaped"  # how to encode what an encoding does not have: `errors` of a stream
 _BARS = re.compile("[\u2580-\u259f]")  # block elements
 _SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->"})  # noqa: RUF001
-_NUMBERS = {"count", "step", "logical"}
+_SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-9][0-9.]*(?: [KMGT]?i?B)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -174,7 +174,7 @@ def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str
 
 def _pattern(message: str) -> re.Pattern[str]:
     parts = _NAME.split(message)  # text, name, text, name, ..., text
-    names = [rf"(?P<{name}>{'[0-9]+' if name in _NUMBERS else '.+?'})" for name in parts[1::2]]
+    names = [f"(?P<{name}>{_SHAPES.get(name, '.+?')})" for name in parts[1::2]]
     return re.compile(
         "".join(text for pair in zip(map(re.escape, parts[::2]), [*names, ""], strict=True) for text in pair)
     )
