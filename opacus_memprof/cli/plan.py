@@ -131,7 +131,7 @@ def plan(
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     elsewhere = None if executor == "local" else executor_of(executor)
     console = Console()
-    board = ProgressBoard(console, "runs", transient=True)
+    board = ProgressBoard(console, "runs", transient=True, open_ended=True)
     try:
         with (
             board,

@@ -43,10 +43,18 @@ class ProgressBoard:
         what: the plural noun for the counted runs.
         total: number of runs that are known at the start.
         transient: whether the bar disappears at the end.
+        open_ended: whether results decide what runs next: neither the number of all runs nor the time left is known.
     """
 
-    def __init__(self, console: Console, what: str, total: int = 0, *, transient: bool = False) -> None:
-        columns = [BarColumn(), MofNCompleteColumn(), TextColumn(f"{what},"), TimeElapsedColumn(), TimeLeftColumn()]
+    def __init__(
+        self, console: Console, what: str, total: int = 0, *, transient: bool = False, open_ended: bool = False
+    ) -> None:
+        columns: list[ProgressColumn]
+        if open_ended:
+            columns = [TextColumn(f"{what} ended: {{task.completed:.0f}}; results decide what is run next,")]
+            columns += [TimeElapsedColumn()]
+        else:
+            columns = [BarColumn(), MofNCompleteColumn(), TextColumn(f"{what},"), TimeElapsedColumn(), TimeLeftColumn()]
         self._progress = Progress(*columns, console=console, transient=transient)
         self._id = self._progress.add_task("", total=total, at_last=0.0)
 

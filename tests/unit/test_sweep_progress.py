@@ -60,3 +60,14 @@ def test_a_step_on_a_virtual_gpu_has_no_time(capsys: pytest.CaptureFixture[str])
     progress.step_ended(0.0041, real)
     progress.step_ended(0.0041, replace(real, virtual_gpu="h100"))
     assert capsys.readouterr().out.splitlines() == ["> 1 of 2 steps, the last in 4.1 ms", "> 2 of 2 steps"]
+
+
+def test_a_search_claims_no_time_left() -> None:
+    """After the only run that is known so far, more follow."""
+    out = io.StringIO()
+    board = ProgressBoard(Console(file=out, width=100, force_terminal=True), "runs", open_ended=True)
+    with board:
+        board.add(1)
+        board.advance()
+    assert "runs ended: 1; results decide what is run next" in out.getvalue()
+    assert "left" not in out.getvalue()
