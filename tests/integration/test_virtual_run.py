@@ -212,6 +212,43 @@ def test_a_loss_that_is_only_shown_is_no_warning(tmp_path: Path) -> None:
     assert profile["warnings"] == []
 
 
+IN_A_MODE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from opacus_memprof import PrivacyEngine
+
+def main():  # after it the model is gone, as in most programs
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)).cuda()
+    data = TensorDataset(torch.randn(256, 256), torch.randint(8, (256,)))
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.Adam(model.parameters()), data_loader=DataLoader(data, batch_size=64),
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=MODE,
+        check="off" if MODE == "flash_clip" else None,
+    )
+    for features, labels in loader:
+        nn.functional.cross_entropy(model(features.cuda()), labels.cuda()).backward()
+        optimizer.step()
+        optimizer.zero_grad(MODE == "flash_clip")
+
+main()
+"""
+
+
+def test_what_could_be_is_what_a_run_with_it_takes(tmp_path: Path) -> None:
+    devices = {}
+    for mode in ("hooks", "flash_clip"):
+        (tmp_path / mode).mkdir()
+        completed = of_script(tmp_path / mode, f"MODE = {mode!r}{IN_A_MODE}")
+        assert completed.returncode == 0, completed.stderr
+        devices[mode] = profile_of(tmp_path / mode / "out")["devices"]["cuda:0"]
+    predicted = {each["title"]: each["predicted_peak_bytes"] for each in devices["hooks"]["improvements"]}
+    actual = devices["flash_clip"]["peak"]["requested_bytes"]
+    assert actual < devices["hooks"]["peak"]["requested_bytes"] / 2
+    assert 0.97 * actual <= predicted['grad_sample_mode="flash_clip"'] <= 1.1 * actual
+    assert devices["flash_clip"]["improvements"] == []
+
+
 CONV1D = """
 import torch
 from torch import nn
