@@ -41,6 +41,7 @@ LIMITS = {
     (8, 9): Limits(1536, 24, 100 * _KIB, 99 * _KIB),
     (9, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
     (10, 0): Limits(2048, 32, 228 * _KIB, 227 * _KIB),
+    (12, 0): Limits(1536, 24, 100 * _KIB, 99 * _KIB),
 }
 
 # The memory of a CUDA context on an H200, in bytes, and the threads that can be resident there.
@@ -134,6 +135,8 @@ GPUS = {
     "l40s": Gpu("NVIDIA L40S", 47803596800, (8, 9), 142, 100663296, 384, 2520000, 9001000),  # 12.4
     "rtx3090": Gpu("NVIDIA GeForce RTX 3090", 25414860800, (8, 6), 82, 6291456, 384, 1695000, 9751000),  # 12.2
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 25250627584, (8, 9), 128, 75497472, 384, 2520000, 10501000),  # 13.0
+    # https://github.com/NVIDIA/nccl/issues/1637, whose card has another clock than NVIDIA's own
+    "rtx5090": Gpu("NVIDIA GeForce RTX 5090", 33680457728, (12, 0), 170, 100663296, 512, 2407000, 14001000),  # 12.8
     "h100": Gpu("NVIDIA H100 80GB HBM3", 85017755648, (9, 0), 132, 52428800, 5120, 1980000, 2619000),  # 13.0
     "h200": Gpu("NVIDIA H200", 150109880320, (9, 0), 132, 62914560, 6016, 1980000, 3201000),  # 13.0
     # torch prints 182631 MB of 2^20 bytes (12.8); the clock is estimated
@@ -144,6 +147,11 @@ GPUS = {
 
 def find_gpu(kind: str) -> Gpu:
     """Returns the GPU of a kind. Raises MemprofError if there is none."""
+    if kind.lower().startswith(("mi1", "mi2", "mi3", "mi4", "rx")):
+        raise MemprofError(
+            f'"{kind}" is a GPU of AMD, and virtual GPUs are of NVIDIA, whose libraries allocate other sizes: '
+            f"use one of {', '.join(GPUS)}"
+        )
     if kind not in GPUS:
         raise MemprofError(f'there is no virtual GPU "{kind}": use one of {", ".join(GPUS)}')
     return GPUS[kind]
