@@ -46,6 +46,7 @@ class VerdictView:
         heading: of the fixes; without one of a failure, a sentence that says so.
         fixes: at most three.
         device: its name in the profile; "" of a plan.
+        command: tries the fixes on a virtual GPU; "" if there is none.
     """
 
     outcome: Literal["failed", "fits", "peak"]
@@ -55,6 +56,7 @@ class VerdictView:
     heading: str
     fixes: Sequence[Fix]
     device: str = ""
+    command: str = ""
 
 
 def device_verdict(name: str, device: Device) -> VerdictView:
@@ -97,6 +99,7 @@ def failure_verdict(report: OomReport) -> VerdictView:
         heading="FIX" if fixes else "No known change would make it fit.",
         fixes=fixes,
         device=report.device,
+        command=report.plan or "",
     )
 
 

@@ -188,6 +188,7 @@ class OomReport(JsonObject, kw_only=True):
         layers: the layers for which privacy takes the most memory.
         earlier_failures: earlier failed allocations, the oldest first.
         virtual: of a run on virtual GPUs; absent for real ones.
+        plan: the command that tries the suggestions on a virtual GPU; absent for a program without a file.
     """
 
     format: Literal[1] = FORMAT
@@ -204,3 +205,4 @@ class OomReport(JsonObject, kw_only=True):
     suggestions: list[SuggestedChange]
     earlier_failures: list[Request]
     virtual: VirtualGpus | UnsetType = UNSET
+    plan: str | UnsetType = UNSET

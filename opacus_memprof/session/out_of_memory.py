@@ -13,6 +13,7 @@ reaches the session, or at its end.
 import contextlib
 import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, observe
 from opacus_memprof.reports.oom import build_oom_page, exception_note, print_oom
 from opacus_memprof.reports.summary import print_failure
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 _TIMELINE_POINTS = 16384  # enough to show what a forward pass has saved at its end
 
@@ -130,9 +132,11 @@ class Forensics:
         if diagnosis is not None:
             diagnosis.observe_program(observations.layer_shapes())
         virtual = virtual_gpu.describe_run()
-        return build_report(
+        report = build_report(
             failed, observations.layer_shapes(), captures, replayed, NameLists(**native.names()), virtual or UNSET
         )
+        report.plan = _plan_command(device) or UNSET
+        return report
 
     def _write(self, report: OomReport) -> None:
         text = io.StringIO()
@@ -140,6 +144,25 @@ class Forensics:
         contents = (text.getvalue(), to_json(report, indent=1), build_oom_page(report))
         for name, content in zip(OOM_REPORTS, contents, strict=True):
             write_text(self._directory / name, content)
+
+
+def _plan_command(device: str) -> str:
+    """Returns the command that plans this program on a virtual GPU like this one; "" if it has no file, or no GPU."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    name = "" if spec is None else spec.name.removesuffix(".__main__")
+    if device == "cpu" or file is None or name.startswith(("opacus_memprof", "pytest")):
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.total_memory
+    kinds = [kind for kind, gpu in GPUS.items() if gpu.name == properties.name]
+    running = virtual_gpu.active()
+    kind = running.kind if running is not None else (kinds or ["h100"])[0]
+    command = ["opacus-memprof", "plan", "--gpu", kind]
+    if abs(memory - GPUS[kind].total_memory) > 0.01 * GPUS[kind].total_memory:  # it differs between drivers
+        command += ["--memory", f"{memory // 2**20}MiB"]
+    target = ["-m", name] if name else [os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file]
+    return shlex.join([*command, *target, *sys.argv[1:]])
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

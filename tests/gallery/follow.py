@@ -18,6 +18,8 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "adopt_grad_samples": _before_training,
             "register_norm_samplers": _before_training,
             "checkpoint": _before_training,
+            "dtype": _before_training,
+            "let_go": _unchanged,
             "drop_gradients": _after_training_begins,
             "grad_sample_mode": _mode,
             "max_physical_batch_size": _around_the_loop,
@@ -41,6 +43,10 @@ def _after_imports(script: str, imports: list[str]) -> str:
 def _before_training(script: str, code: list[str]) -> Edited:
     """Before the statement that makes the optimizer, and so after the model is made."""
     return _insert(script, code, r"^( *)\w+ = [\w.]*(SGD|Adam|AdamW|RMSprop)\("), {}
+
+
+def _unchanged(script: str, code: list[str]) -> Edited:
+    return script, {}
 
 
 def _insert(script: str, code: list[str], pattern: str) -> str:

@@ -52,6 +52,14 @@ CASES = (
     Case("tied_head", "500MiB", ("of wte", "per_sample_gradients"), ("grad_sample_mode",)),
     Case("epsilon_each_step", "3GiB", ("per sample gradients of 9",), ("grad_sample_mode",)),
     Case("poisson_draw", "1000MiB", ("asks for 8", "drew 13"), ("max_physical_batch_size",)),
+    Case("long_text_t4", "4GiB", ("activations of encoder.layers.4.self_attn",), ("batch_size",)),
+    Case(
+        "losses_kept",
+        "480MiB",
+        ("freeing what each step leaves behind",),
+        ("let_go",),
+        (("outputs.append(output)", "outputs.append(output.detach().cpu())"),),
+    ),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )
 

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator
 
 from opacus_memprof.analysis.oom.advice import changes, training, waste
-from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
+from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, Suggestion
 from opacus_memprof.analysis.oom.predict import Case
 
 __all__ = ["Suggestion", "advise"]
@@ -26,7 +26,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 
 def advise(case: Case) -> list[Suggestion]:
     """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then those
-    that fit tightly, in the same order; then the others, largest saving first.
+    that fit tightly, in the same order, unless they remove a defect; then the others, largest saving first.
     """
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
     if not any(each.fits is not False for each in found):
@@ -35,7 +35,7 @@ def advise(case: Case) -> list[Suggestion]:
         found,
         key=lambda each: (
             each.fits is False,
-            each.is_tight,
+            each.is_tight and each.change != DEFECT,
             each.change if each.fits is not False else 0,
             -each.saved,
         ),
