@@ -230,13 +230,18 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """
     parts: dict[tuple[int, str], set[str]] = {}
     sizes: dict[tuple[int, str], int] = {}
+    trained: set[tuple[int, str]] = set()  # a copy, as of averaged parameters, has parameters alone
     for module, categories in modules.items():
         number, model, inside = model_of(module)
         if module:
             sizes[number, model] = sizes.get((number, model), 0) + sum(categories.values())
         if categories.get("model_parameters"):
             parts.setdefault((number, model), set()).add(inside)
-    last = max(parts, default=(1, ""))
+        if categories.keys() - {"model_parameters", "buffers"}:
+            trained.add((number, model))
+    last = max(trained & parts.keys(), default=(1, ""))
+    if last not in parts:
+        return {}
     return {model[1]: sizes[model] for model in sorted(parts) if model < last and parts[model] == parts[last]}
 
 

@@ -122,7 +122,9 @@ def peak_of(program: str, device: str, folder: Path, name: str = "program.py") -
     done = start(*command)
     assert done.returncode == 0, done.stderr
     assert ("UNATTRIBUTED, BY LINE" in done.stdout) == (program not in (SECOND_MODEL, RAW_TENSORS))
-    peak = profile_of(folder / "out")["devices"]["cuda:0" if device == "cuda" else "cpu"]["peak"]
+    profile = profile_of(folder / "out")
+    assert "models_of_earlier_runs" not in [finding["kind"] for finding in profile["findings"]]  # copies are none
+    peak = profile["devices"]["cuda:0" if device == "cuda" else "cpu"]["peak"]
     assert sum(peak["categories"].values()) == peak["requested_bytes"]
     return peak
 
