@@ -75,7 +75,7 @@ faults: $(VENV)/.opacus-memprof-built
 	$(BIN)/python -m tests.planted_faults --jobs $(JOBS)
 
 # What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
-CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/profiles/versions.py"); print($(1))')
+CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/versions.py"); print($(1))')
 MATRIX := $(addprefix matrix-,$(call CLAIMED,*claimed["TORCH_MINORS"]))
 
 matrix: $(MATRIX)

@@ -158,7 +158,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().run()
         if CUDA is not None:
             build_virtual_gpu(package_of(self), CUDA)
-        versions = runpy.run_path("opacus_memprof/profiles/versions.py")
+        versions = runpy.run_path("opacus_memprof/versions.py")
         info = {
             "TORCH_VERSION": str(torch.__version__),
             "TORCH_CUDA": torch.version.cuda,

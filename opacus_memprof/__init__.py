@@ -8,7 +8,7 @@ Names are imported on first access. Therefore importing this package is fast, wo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.profiles.versions import VERSION
+from opacus_memprof.versions import VERSION
 
 __version__ = VERSION
 

@@ -22,13 +22,13 @@ from tests.rooms import (
     unit_imports,
 )
 
-MOST_ROOMS, MOST_FLOORS = 28, 10
+MOST_ROOMS, MOST_FLOORS = 29, 10
 MOST_FLOORS_INSIDE = {"clipping": 9}
 MOST_FLOORS_INSIDE_OTHERS = 10
 
 # From the ground up: a room imports from floors below its own only.
 FLOORS = [
-    {"errors"},
+    {"errors", "versions"},
     {"profiles", "clipping", "language"},
     {"analysis", "recording", "jobs"},
     {"reports", "hooks", "virtual_gpu"},
@@ -40,7 +40,7 @@ FLOORS = [
     {"__main__"},
 ]
 # They read profiles, also where there is no torch or another one.
-READERS = {"errors", "language", "profiles", "analysis", "reports"}
+READERS = {"errors", "versions", "language", "profiles", "analysis", "reports"}
 # The module that imports each extension, and explains why one cannot be loaded.
 EXTENSIONS = {
     "_C": "recording.native",

@@ -39,7 +39,7 @@ from benchmarks.clipping.rivals_report import markdown, write_pictures
 from benchmarks.clipping.training_modes import FASTDP, FLASHNORM, OPACUS, SHARDED
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.files import write_text
-from opacus_memprof.profiles.versions import installed_version
+from opacus_memprof.versions import installed_version
 
 OWN = "Opacus and flash_clip"
 

@@ -25,7 +25,7 @@ from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.live_memory import DeviceCount, Snapshot
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.profiles.units import format_bytes, format_count, format_share
-from opacus_memprof.profiles.versions import VERSION
+from opacus_memprof.versions import VERSION
 
 Array = npt.NDArray[Any]
 

@@ -15,7 +15,7 @@ from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import current_language
-from opacus_memprof.profiles.versions import VERSION
+from opacus_memprof.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
     "Profile",

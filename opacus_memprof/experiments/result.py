@@ -35,8 +35,8 @@ from opacus_memprof.profiles.experiment_result import (
 from opacus_memprof.profiles.files import read_object
 from opacus_memprof.profiles.profile import Device, DeviceSnapshot, Profile, Timeline
 from opacus_memprof.profiles.units import format_count
-from opacus_memprof.profiles.versions import VERSION, installed_version
 from opacus_memprof.session import outcome
+from opacus_memprof.versions import VERSION, installed_version
 
 MB = 2**20
 _TIMELINE_ROWS = 500

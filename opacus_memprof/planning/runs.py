@@ -20,7 +20,7 @@ from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
 from opacus_memprof.profiles.directory import EVENTS, LOCK, PLAN, PLANNED_RUNS, RUNS
 from opacus_memprof.profiles.files import writing
-from opacus_memprof.profiles.versions import VERSION
+from opacus_memprof.versions import VERSION
 
 Key = TypeVar("Key")
 

@@ -5,6 +5,7 @@ A recording allocator wraps torch's own: it passes every call on and records it.
 Source: csrc/allocators.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -78,8 +79,9 @@ def _library_folders() -> Iterator[str]:
     yield from (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
     yield str(Path(__file__).parents[1])
     for package in ("torch", "opacus"):
-        spec = importlib.util.find_spec(package)
-        yield from (spec and spec.submodule_search_locations) or ()
+        with contextlib.suppress(ImportError):  # an import hook may refuse Opacus
+            spec = importlib.util.find_spec(package)
+            yield from (spec and spec.submodule_search_locations) or ()
 
 
 def _beginnings(folders: list[str]) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.versions import installed_version
 from opacus_memprof.recording import faults, native
+from opacus_memprof.versions import installed_version
 
 Wrapper = native.CaptureActivations | native.CaptureBackprops
 

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from opacus_memprof.profiles.versions import why_torch_does_not_fit
+from opacus_memprof.versions import why_torch_does_not_fit
 
 
 def rebuild_command() -> str:

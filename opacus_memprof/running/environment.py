@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
+from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
 from opacus_memprof.virtual_gpu import requirements
 from opacus_memprof.virtual_gpu.devices import GPUS
 

@@ -15,10 +15,10 @@ from opacus_memprof.analysis.profile import build_profile, build_profile_from_co
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LivePeak
 from opacus_memprof.profiles.profile import Profile, Sizes
-from opacus_memprof.profiles.versions import VERSION, installed_version
 from opacus_memprof.recording import faults, live, native, observations
 from opacus_memprof.recording.faults import contain
 from opacus_memprof.session.out_of_memory import is_out_of_memory
+from opacus_memprof.versions import VERSION, installed_version
 
 
 class Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS, VERSION
+from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS, VERSION
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 ROOT = Path(__file__).resolve().parents[2]

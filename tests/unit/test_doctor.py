@@ -18,8 +18,8 @@ import torch
 import typer
 
 from opacus_memprof.cli.profile import doctor
-from opacus_memprof.profiles.versions import LOWEST_OPACUS, TORCH_MINORS
 from opacus_memprof.running.environment import Check, examine
+from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS
 from opacus_memprof.virtual_gpu import requirements
 from opacus_memprof.virtual_gpu.devices import GPUS
 

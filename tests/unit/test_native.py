@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import opacus_memprof
-from opacus_memprof.profiles import versions
+from opacus_memprof import versions
 from opacus_memprof.recording import native
 
 PACKAGE = Path(opacus_memprof.__file__).parent

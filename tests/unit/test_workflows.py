@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opacus_memprof.profiles.versions import TORCH_MINORS
+from opacus_memprof.versions import TORCH_MINORS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS: dict[str, Any] = {

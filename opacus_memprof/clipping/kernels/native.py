@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from opacus_memprof.profiles.versions import why_torch_does_not_fit
+from opacus_memprof.versions import why_torch_does_not_fit
 
 try:
     from opacus_memprof import _build_info
