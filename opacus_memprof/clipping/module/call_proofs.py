@@ -66,6 +66,13 @@ class CallProofs:
         self.last_situation: Situation | None = None
         self.follow(registry, check)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._state = ModelState(nn.Module())  # of no model: the copy of a model is followed at its first call
+
     def follow(self, registry: LayerRegistry, check: Check) -> None:
         """Starts again with the layers of a model. Forgets all situations."""
         self.registry = registry
