@@ -176,7 +176,7 @@ def print_verdict(verdict: VerdictView, console: Console) -> None:
     for line in verdict.fixes[0].code.splitlines():  # whole, so that it can be copied
         console.print(f"   {escape(line)}", style="cyan", highlight=False, soft_wrap=True)
     if verdict.command:
-        console.print(f"{tr('tried without a GPU by')} {escape(verdict.command)}", style="dim", soft_wrap=True)
+        console.print(f"{tr('try these without a GPU:')} {escape(verdict.command)}", style="dim", soft_wrap=True)
 
 
 def format_verdict(verdict: VerdictView, width: int = 100) -> str:
