@@ -33,7 +33,7 @@ def json_leaves(content: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 
 def read_content(file: Path) -> Any:
-    """What a file says, as plain JSON, and what these files, of an older version, do not say: nothing is known of it."""
+    """What a file says, as plain JSON, and the defaults of what these files, of an older version, lack."""
     content = json.loads(file.read_text())
     if "events" in content:
         add_new(content["events"], gaps=[])
