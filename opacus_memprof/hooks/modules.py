@@ -50,10 +50,11 @@ def assign_name_prefix(attachment: Attachment, root: nn.Module, omitted: Collect
     """
     used: dict[str, set[nn.Module]] = {}  # a wrapper and the model inside have the same name
     for other in list(_prefixes):
-        for name, module in named_modules(other):
-            used.setdefault(name, set()).add(module)
-    named = [(name, module) for name, module in named_modules(root) if module not in omitted]
-    outermost = [module for name, module in named_modules(root) if not name]
+        if other is not root:  # which may have a prefix already, by a search for owners
+            for name, module in named_modules(other):
+                used.setdefault(name, set()).add(module)
+    named = [(name, module) for name, module in _names(root) if module not in omitted]
+    outermost = [module for name, module in _names(root) if not name]
     class_name = type(outermost[-1]).__name__  # without DDP around it
     prefix, number = "", 1
     while any(name and module not in used.get(prefix + name, {module}) for name, module in named):
@@ -70,6 +71,12 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     module, do not appear in names: DDP and the model inside have the same name.
     """
     prefix = _prefixes.get(root, "")
+    for name, module in _names(root):
+        yield (f"{prefix}{name}" if name else prefix[:-1]), module
+
+
+def _names(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what `named_modules` yields, without a prefix."""
     unwrapped: dict[str, str] = {}  # the path of a wrapped model → the wrapper's name
     for path, module in root.named_modules():
         name = path
@@ -83,7 +90,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if _COMPILED in module._modules:
             unwrapped[f"{path}.{_COMPILED}".lstrip(".")] = name
         if not isinstance(module, AbstractGradSampleModule):
-            yield (f"{prefix}{name}" if name else prefix[:-1]), module
+            yield name, module
 
 
 class ModelForwardPreHook:

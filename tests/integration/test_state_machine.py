@@ -330,8 +330,9 @@ class Core(RuleBasedStateMachine):
         for block in self.blocks:
             seen = ours[block.address]
             expected = (block.size, block.category, block.phase, block.module, block.op, block.step)
-            op = "" if ".py:" in seen["op"] else seen["op"]  # lines of the program: test_program_lines.py
-            assert tuple(seen[name] for name in ("bytes", "category", "phase", "module")) + (op, seen["step"]) == expected
+            names = "bytes", "category", "phase", "module", "op", "step"
+            seen["op"] = "" if ".py:" in seen["op"] else seen["op"]  # lines of the program: test_program_lines.py
+            assert tuple(seen[name] for name in names) == expected
         outstanding = {native.module_id(name): len(stack) for name, stack in self.captures.items() if stack}
         assert native.captures() == outstanding
 

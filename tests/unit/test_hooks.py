@@ -14,7 +14,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.hooks.modules import named_modules
+from opacus_memprof.hooks.modules import assign_name_prefix, named_modules
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
@@ -145,6 +145,17 @@ def test_models_whose_names_collide_are_kept_apart() -> None:
     again = hooks.attach_model(third)
     assert [owner(p) for p in third.parameters()] == ["0", "0", "1.0", "1.0"]
     again.detach()
+
+
+def test_a_prefix_is_assigned_again() -> None:
+    """As by two searches for owners, and when a model that one has found is attached."""
+    gc.collect()
+    first, second = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    attachment = hooks.attach_model(first)
+    for _ in range(2):
+        assign_name_prefix(attachment, second)
+        assert [name for name, _ in named_modules(second)] == ["Sequential#2", "Sequential#2.0"]
+    attachment.detach()
 
 
 def test_tied_parameter_belongs_to_its_first_module() -> None:
