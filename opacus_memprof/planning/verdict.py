@@ -159,9 +159,11 @@ def least_memory(runs: PlannedRuns, configuration: PlannedConfiguration, run: Vi
     low, high = max(too_little, base + (run.requested or 0)), memory_of(configuration)
     while low < _EXACT * high and least < high:
         taken = high if run.retries else max(least, _taken(run))  # enough, for a run that has given nothing back
-        top, parts = (taken, runs.workers) if taken < high else (high, runs.workers + 1)
+        top, parts = (taken, runs.workers) if low < taken < high else (high, runs.workers + 1)
         cuts = {_whole(low + (top - low) * part // parts) for part in range(1, runs.workers + 1)}
-        sizes = sorted({max(least, cut) for cut in cuts if cut < high})
+        sizes = sorted({size for cut in cuts if low < (size := max(least, cut)) < high})
+        if not sizes:  # less than a MiB is left between them
+            break
         tried = runs.all([replace(configuration, memory=size) for size in sizes])
         low = max([low, *(size for size, each in zip(sizes, tried, strict=True) if not each.fits)])
         fitting = [(size, each) for size, each in zip(sizes, tried, strict=True) if each.fits and size > low]

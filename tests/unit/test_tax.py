@@ -60,6 +60,7 @@ def test_the_difference_by_category_and_module(tmp_path: Path) -> None:
                     "fc": {"per_sample_gradients": 80 * KIB},
                     "act": {"activation_hooks": 6 * KIB, "activations": -30 * KIB},
                 },
+                "lines": {},
                 "opacus_only": 6 * KIB,
             }
         },
