@@ -32,7 +32,7 @@ def test_ranks_train_as_one_process(groups: str, world: int) -> None:
 def check_cases(backend: str, world: int, groups: list[str], environment: dict[str, str]) -> None:
     """The groups' cases say how far they are from clipping by hand in one process: it is rounding."""
     command = [sys.executable, str(SCRIPT), backend, str(world), *groups]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     compared = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
     assert list(compared) == [case for case in CASES if case.split()[0] in groups]
