@@ -111,7 +111,7 @@ FAULTS = [
     Fault(
         "structure_without_children",
         "proof/model_state.py",
-        "return self._described[0], tuple(map(id, parameters))",
+        "return self._child_tokens, tuple(map(id, parameters))",
         "return (), tuple(map(id, parameters))",
         "A module that is put in later is not followed.",
         programs("number_of_child_mixes"),
@@ -235,5 +235,13 @@ FAULTS = [
         "if known is not None:",
         "A hook at the address of a freed one is taken for it.",
         unit("model_values::another_object_at_the_same_address_is_another"),
+    ),
+    Fault(
+        "configurations_are_compared_by_address",
+        "proof/model_values.py",
+        "self._kept = [d.get(k) for d, k in self._others.places]",
+        "self._kept = []",
+        "A configuration at the address of a freed one is taken for it.",
+        programs("number_of_replaced_configuration_mixes"),
     ),
 ]

@@ -37,7 +37,8 @@ class ModelState:
         self._dicts = [m.__dict__ for m in self._modules]
         self._seen_children, self._seen_hooks = Seen(), Seen()
         self._users_hooks: list[Any] = []
-        self._described: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
+        self._child_tokens: tuple[Any, ...] = ()
+        self._hook_tokens: tuple[Any, ...] = ()
         self._tokens = Tokens()
         tensors: list[Any] = [*(m._buffers for m in self._modules), *self._parameters]
         self._attributes = Attributes(self._dicts, tensors, map(type, self._modules))
@@ -46,8 +47,8 @@ class ModelState:
         """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
         parameters = self._held_parameters()
         if self._seen_children.differ(chain.from_iterable(map(dict.values, self._children))):
-            self._described = tuple(map(self._tokens.of, self._seen_children.objects)), self._described[1]
-        return self._described[0], tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
+            self._child_tokens = tuple(map(self._tokens.of, self._seen_children.objects))
+        return self._child_tokens, tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
 
     def _held_parameters(self) -> list[nn.Parameter]:
         return [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
@@ -55,9 +56,7 @@ class ModelState:
     def modes(self) -> tuple[Any, ...]:
         """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.
 
-        Parameters count for the hooks on their gradients.
-
-        Also returns the attributes that are plain values.
+        Also returns the number of parameters with hooks on their gradients, and the values of `Attributes`.
         """
         replaced = tuple(self._tokens.of(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
@@ -77,8 +76,8 @@ class ModelState:
     def _hooks_of_users(self) -> tuple[Any, ...]:
         if self._seen_hooks.differ(chain.from_iterable(map(dict.values, self._hooks))):
             self._users_hooks = [hook for hook in self._seen_hooks.objects if not is_own(hook)]
-            self._described = self._described[0], tuple(map(self._tokens.of, self._users_hooks))
-        return self._described[1]
+            self._hook_tokens = tuple(map(self._tokens.of, self._users_hooks))
+        return self._hook_tokens
 
 
 class Seen:

@@ -62,6 +62,7 @@ class Attributes:
         self._others = Holders(set())
         self._searches = 0
         self._shape: list[int] = []
+        self._kept: list[Any] = []  # the objects in the places: the address of a freed one would be used again
         self._changes: Counter[Any] = Counter()
         self._readers: list[tuple[Mapping[Any, Any], Callable[[Any], tuple[Any, ...]]]] = []
         self._keys: list[tuple[int, Any]] = []
@@ -125,6 +126,7 @@ class Attributes:
         self._readers = [(d, _reader(names)) for d, names in places.values() if names]
         self._keys = [(id(d), k) for d, names in places.values() for k in names]
         self._keys += [(id(each), None) for each in (*self._others.cells, *self._others.lists)]
+        self._kept = [d.get(k) for d, k in self._others.places]
         self._shape, self._values = self._shape_now(), []
         self.tensors.find(self._places())
 
@@ -175,7 +177,7 @@ class Holders:
         lists: lists of plain values.
         variables: global variables, each as the module's dictionary and a name.
         cells: closure variables that are plain values.
-        tensors, tensor_cells: the same for tensors.
+        tensors, tensor_cells: global and closure variables that are tensors or small arrays.
         held, sizes: the identities of the objects in the places, and the lengths of mappings and lists.
 
     Args:
@@ -360,7 +362,7 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-class Unread:
+class TensorVersion:
     """A tensor at one moment; equal to the same tensor with no writes in between."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -368,7 +370,7 @@ class Unread:
         self._version = -1 if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Unread) or self._version != other._version:
+        if not isinstance(other, TensorVersion) or self._version != other._version:
             return False
         return self._tensor() is other._tensor() is not None
 
@@ -384,7 +386,7 @@ def _state_of(tensor: Any) -> tuple[Any, ...]:
     is_plain_memory = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
     if is_plain_memory and tensor.numel() <= _READ_ELEMENTS and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
         return tensor.dtype, tensor.shape, repr(tensor.tolist())  # as text, in which NaN equals NaN
-    return (Unread(tensor),)
+    return (TensorVersion(tensor),)
 
 
 def _is_known(each: Any) -> bool:

@@ -38,6 +38,19 @@ class _Slots:
     share: float = 0.0
 
 
+class _Config:
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+
+def _replace_configuration(model: Any, optimizer: Any) -> None:
+    """Another configuration, at the address of the first one if that is free."""
+    m = inner(model)
+    address, m.config = id(m.config), None
+    made = [_Config(1.0) for _ in range(200)]
+    m.config = next((each for each in made if id(each) == address), made[0])
+
+
 class _Mixing(nn.Module):
     """A module without parameters that takes a share of the mean over the samples away."""
 
@@ -250,6 +263,11 @@ PROGRAMS = [
         "slots",
         _model(lambda m, x: m.config.share, config=_Slots),
         of_shape(5, 6, count=3, change=lambda model, _: setattr(inner(model).config, "share", 1.0)),
+    ),
+    _program(
+        "replaced_configuration",
+        _model(lambda m, x: m.config.share, config=lambda: _Config(0.0)),
+        of_shape(5, 6, count=3, change=_replace_configuration),
     ),
     _program(
         "array",
