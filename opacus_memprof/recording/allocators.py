@@ -67,8 +67,6 @@ def tell_program() -> None:
 
     Not the user's own are Python's library, installed packages, and this package, torch and Opacus wherever they are.
     """
-    if native.set_program is None:
-        return
     folders = [*_library_folders()]
     program = [os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv else ""))]
     native.set_program(_beginnings([*folders, *map(os.path.realpath, folders)]), _beginnings(program))

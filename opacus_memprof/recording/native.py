@@ -10,7 +10,6 @@ Raises:
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opacus_memprof.versions import why_torch_does_not_fit
@@ -95,6 +94,7 @@ try:
         set_component,
         set_owner,
         set_phase,
+        set_program,
         set_second_backward,
         settle,
         settle_all,
@@ -111,10 +111,7 @@ try:
 except ImportError as error:
     raise _import_error(f"opacus-memprof's extension cannot be loaded ({error})") from error
 
-from opacus_memprof import _C  # noqa: E402
 from opacus_memprof.profiles.categories import NOT_IN_CORE  # noqa: E402
-
-set_program: Callable[[Sequence[str], Sequence[str]], None] | None = getattr(_C, "set_program", None)  # None: old build
 
 for _name in NOT_IN_CORE:  # so that they exist whichever modules are imported
     category_id(_name)
