@@ -54,24 +54,11 @@ class OnCpuArguments {
   explicit OnCpuArguments(const Compounds& compounds) : compounds_(compounds) {}
 
   [[nodiscard]] c10::IValue operator()(const c10::IValue& value) const {
-    if (value.isTensor()) return of(value.toTensor());
     if (value.isDevice())
       return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of(tensor));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        list.push_back(tensor ? std::optional(of(*tensor)) : std::nullopt);
-      }
-      return list;
-    }
     TORCH_CHECK(!value.isStorage() && !value.isStream() && !value.isCustomClass(),
                 "an argument has no counterpart on the CPU");
-    return value;
+    return with_tensors(value, [this](const at::Tensor& tensor) { return of(tensor); });
   }
 
  private:

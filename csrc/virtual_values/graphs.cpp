@@ -53,19 +53,7 @@ void* stream_of(const std::vector<c10::IValue>& arguments) {
 class Unowned {
  public:
   c10::IValue operator()(const c10::IValue& value) {
-    if (value.isTensor()) return of(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of(tensor));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
-        list.push_back(tensor ? std::optional(of(*tensor)) : std::nullopt);
-      return list;
-    }
-    return value;
+    return with_tensors(value, [this](const at::Tensor& tensor) { return of(tensor); });
   }
 
  private:

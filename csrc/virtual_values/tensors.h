@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstddef>
+#include <optional>
 
 #include "virtual_values/ranges.h"
 
@@ -42,6 +43,26 @@ at::Tensor alias_on(const at::Tensor& tensor, c10::Device device);
 void note_written(const at::Tensor& tensor, State state);
 // Notes that they were written, but with values that were not computed: they read as zero.
 void note_not_computed(const at::Tensor& tensor);
+
+// Returns the value with function(tensor) instead of each tensor; values of other types as they
+// are.
+template <typename Function>
+c10::IValue with_tensors(const c10::IValue& value, Function&& function) {
+  if (value.isTensor()) return function(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(function(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor ? std::optional(function(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
 
 // Calls function(tensor) for each defined tensor in the value, which may be a list of lists of
 // them.
