@@ -18,6 +18,7 @@ from opacus_memprof import cli
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
 from opacus_memprof.jobs.processes import Processes
+from tests.integration.run_scripts import python
 from tests.unit.sweep_results import out_of_memory, typed
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
@@ -230,11 +231,11 @@ def documented_reader() -> Any:
     return names["read_events"], names["peak_bytes"]
 
 
-def test_the_document_s_own_categories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_s_own_categories(tmp_path: Path) -> None:
     document = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "docs/experiments.md", "exec"), {})
+    done = python("-c", block, cwd=tmp_path)  # a model that is attached here would change names
+    assert done.returncode == 0, done.stderr
     cpu = read(tmp_path / "profile_with_own_categories" / "profile.json")["devices"]["cpu"]
     assert cpu["peak"]["modules"]["1"]["seen"] == cpu["peak"]["categories"]["seen"] == 4 * 10 * 64 * 100
     after_forward = cpu["snapshots"][0]["categories"]
