@@ -139,8 +139,8 @@ def tax(
     vanilla: Annotated[Path, typer.Argument(help="Profile of the same model and batch without Opacus.")],
 ) -> None:
     """Print what privacy costs at the peak: the difference of two profiles, by category and module."""
+    from opacus_memprof.analysis.diff import dp_tax
     from opacus_memprof.analysis.profile import load_profile
-    from opacus_memprof.analysis.tax import dp_tax
-    from opacus_memprof.reports.tax import print_tax
+    from opacus_memprof.reports.diff import print_tax
 
     print_tax(dp_tax(load_profile(private), load_profile(vanilla)), Console())

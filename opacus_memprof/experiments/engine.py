@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from opacus_memprof.analysis.tax import peak_tax
+from opacus_memprof.analysis.diff import peak_tax
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.grid import Cell

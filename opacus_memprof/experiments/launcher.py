@@ -19,9 +19,8 @@ from opacus_memprof.experiments.configuration import Configuration, Device
 from opacus_memprof.experiments.directory import ResultsDirectory
 from opacus_memprof.experiments.files import read_result, write_json
 from opacus_memprof.experiments.grid import Cell
-from opacus_memprof.jobs.pool import DevicePool, PendingJobs, usable_workers
-from opacus_memprof.jobs.processes import Processes
-from opacus_memprof.jobs.submitit import SubmititExecutor
+from opacus_memprof.jobs.executors import SubmititExecutor
+from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes, usable_workers
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 
 JOBS = "jobs"  # submitit's files, in the directory of the results

@@ -11,7 +11,7 @@ from typing import Any
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS, read_result, write_json
-from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.pool import Processes
 from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_foreign_files
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 

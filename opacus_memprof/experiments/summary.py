@@ -15,8 +15,8 @@ from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.latex import escape
 from opacus_memprof.reports.summary import fold_modules
+from opacus_memprof.reports.tables import escape_latex
 
 _WIDE, _NARROW = 104, 80
 _MAX_BREAKDOWNS = 6  # with more runs, a terminal shows only the breakdown of the largest
@@ -261,9 +261,9 @@ def latex_table(rows: Sequence[Row]) -> str:
     vanilla = find_vanilla(rows)
     lines = []
     for row in rows:
-        cells = [escape(row.label), f"{row.total_bytes / MB:.2f}" if row.total_bytes else "--"]
+        cells = [escape_latex(row.label), f"{row.total_bytes / MB:.2f}" if row.total_bytes else "--"]
         if not row.finished:
-            cells += [r"\multicolumn{3}{c}{" + escape(row.outcome) + "}"]
+            cells += [r"\multicolumn{3}{c}{" + escape_latex(row.outcome) + "}"]
         else:
             time = row.step_ms
             base = vanilla.step_ms if vanilla else None
@@ -272,7 +272,7 @@ def latex_table(rows: Sequence[Row]) -> str:
             cells.append("--" if time is None or not base else f"{time / base:.2f}")
         lines.append(" & ".join(cells) + r" \\")
     virtual = dict.fromkeys(name for row in rows if (name := virtual_gpu_of(row.result.virtual)) is not None)
-    notes = [r"\multicolumn{5}{l}{On a " + escape(name) + r"} \\" for name in virtual]
+    notes = [r"\multicolumn{5}{l}{On a " + escape_latex(name) + r"} \\" for name in virtual]
     return "\n".join(
         [
             r"\begin{tabular}{lrrrr}",

@@ -2,9 +2,7 @@
 """Jobs: many runs side by side, each in a separate process.
 
 directory   the directory of their results: locked while it is written; the journal of ended runs
-pool        worker threads that share devices; jobs that have not ended
-processes   child processes that can be killed together
+pool        worker threads that share devices; jobs that have not ended; child processes that can be killed together
 progress    a line for each run that has ended, and a bar with the time left
-executors   executors by name; a call whose worker has died is run again
-submitit    jobs on a cluster, as a concurrent.futures.Executor
+executors   executors by name, also for the jobs of a cluster; a call whose worker has died is run again
 """

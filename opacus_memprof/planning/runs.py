@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.directory import Journal, locked_directory
 from opacus_memprof.jobs.executors import PersistentExecutor
-from opacus_memprof.jobs.pool import DevicePool, PendingJobs, usable_workers
-from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes, usable_workers
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
 from opacus_memprof.profiles.directory import EVENTS, LOCK, PLAN, PLANNED_RUNS, RUNS

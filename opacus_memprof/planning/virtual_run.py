@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.pool import Processes
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.profiles.directory import OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import read_object, writing

@@ -13,13 +13,11 @@ from opacus_memprof.profiles.directory import EVENTS, META, OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.reports.csv import write_csv
 from opacus_memprof.reports.html.report_page import write_html
-from opacus_memprof.reports.latex import write_latex
 from opacus_memprof.reports.memory_viz import write_memory_viz
-from opacus_memprof.reports.parquet import write_parquet
 from opacus_memprof.reports.perfetto import write_perfetto
 from opacus_memprof.reports.picture import write_pictures
+from opacus_memprof.reports.tables import write_csv, write_latex, write_parquet
 
 _PROFILE_FILES = {EVENTS, META, PROFILE, SNAPSHOTS, RANKS, *OOM_REPORTS}
 

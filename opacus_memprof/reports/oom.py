@@ -10,7 +10,7 @@ from opacus_memprof.analysis.verdict_view import select_suggestions
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
-from opacus_memprof.reports.html.page_builder import build_page
+from opacus_memprof.reports.html import build_page
 from opacus_memprof.reports.text import print_unattributed, table_of
 
 _TOP = 8

@@ -17,7 +17,7 @@ import torch
 from opacus_memprof import cli
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
-from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.pool import Processes
 from tests.integration.run_scripts import python
 from tests.unit.sweep_results import out_of_memory, typed
 

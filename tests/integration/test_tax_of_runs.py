@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
+from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.profile import load_profile
-from opacus_memprof.analysis.tax import dp_tax
 
 BATCH, IN, OUT, FLOAT = 8, 200, 100, 4
 WEIGHT = IN * OUT * FLOAT

@@ -21,11 +21,11 @@ from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.cli import app
 from opacus_memprof.cli.look import _SUFFIXES
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.reports import latex, picture
-from opacus_memprof.reports.csv import write_csv
+from opacus_memprof.reports import picture
 from opacus_memprof.reports.export import FORMATS
 from opacus_memprof.reports.palette import THEMES
 from opacus_memprof.reports.picture import write_pictures
+from opacus_memprof.reports.tables import write_csv, write_latex
 
 OWN = {"events.bin", "meta.json", "profile.json"}
 
@@ -152,9 +152,7 @@ def test_csv_adds_up_to_the_events(directory: Path, tmp_path: Path) -> None:
 
 def test_latex_tables_are_whole_and_escaped(tmp_path: Path) -> None:
     file = EventFile().add("alloc", 0x1000, 2048, "teacher_&_100%", module=r"a_b.$x^2~{y}\z#<>")
-    latex.write_latex(
-        view_profile(build_profile(file.write(tmp_path), status="finished", exit_code=0)), tmp_path / "a.tex"
-    )
+    write_latex(view_profile(build_profile(file.write(tmp_path), status="finished", exit_code=0)), tmp_path / "a.tex")
     text = (tmp_path / "a.tex").read_text()
     assert r"teacher\_\&\_100\% & 2.00 KiB & 100.0\% \\" in text.splitlines()
     assert r"a\_b.\$x\textasciicircum{}2\textasciitilde{}\{y\}\textbackslash{}z\#\textless{}\textgreater{}" in text

@@ -12,9 +12,9 @@ from html_pages import SIZES, failed_training, half_of
 from large_event_files import one_step, write_repeated
 from msgspec.structs import replace
 
+from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.html.report_page import build_html, write_html

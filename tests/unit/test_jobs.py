@@ -16,8 +16,7 @@ import pytest
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.directory import Journal, locked_directory
-from opacus_memprof.jobs.pool import DevicePool, PendingJobs
-from opacus_memprof.jobs.processes import Processes
+from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes
 
 JOBS = range(12)
 

@@ -16,7 +16,7 @@ from test_events import a_run
 
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.reports.parquet import write_parquet
+from opacus_memprof.reports.tables import write_parquet
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
+from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.profile import build_profile
-from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.profile import Profile
-from opacus_memprof.reports.tax import print_tax
+from opacus_memprof.reports.diff import print_tax
 
 KIB = 1024
 

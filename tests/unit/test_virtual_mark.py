@@ -13,20 +13,18 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from rich.console import Console
 
-from opacus_memprof.analysis.diff import diff_profiles
+from opacus_memprof.analysis.diff import diff_profiles, dp_tax
 from opacus_memprof.analysis.job import Job
 from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.analysis.live import ProfileFollower
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.analysis.tax import dp_tax
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.profile import Profile, VirtualGpus, virtual_mark
-from opacus_memprof.reports.diff import diff_markdown
+from opacus_memprof.reports.diff import diff_markdown, print_tax
 from opacus_memprof.reports.export import FORMATS
 from opacus_memprof.reports.oom import exception_note
-from opacus_memprof.reports.tax import print_tax
 from opacus_memprof.reports.text import print_job, print_profile
 from opacus_memprof.reports.top import live_view
 from tests.unit.event_files import EventFile

@@ -20,7 +20,7 @@ from opacus_memprof.profiles.job_summary import JobSummary, Rank
 from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import DeviceSnapshot, FailedAllocation, Groups, Timeline
-from opacus_memprof.reports.html.page_builder import build_page
+from opacus_memprof.reports.html import build_page
 from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 _SCRIPTS = [
