@@ -8,9 +8,12 @@ Names are imported on first access. Therefore importing this package is fast, wo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.versions import VERSION
+from opacus_memprof.versions import PACKAGE, VERSION, folder_of_extensions
 
 __version__ = VERSION
+
+if (_extensions := folder_of_extensions()) != PACKAGE:
+    __path__.append(str(_extensions))
 
 if TYPE_CHECKING:
     from opacus_memprof import session as session

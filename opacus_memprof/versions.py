@@ -3,6 +3,8 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ VERSION = "0.1.0"  # of opacus-memprof, as in pyproject.toml
 # Versions that `make matrix` tests: each of these minors of torch, with the lowest Opacus.
 TORCH_MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 LOWEST_OPACUS = "1.6"
+
+PACKAGE = Path(__file__).parent
+# A wheel has a folder of extensions for each torch that it was built for. Builds from source have none.
+BUILDS = PACKAGE / "builds"
 
 # They declare the classes that the extension derives from, which have no stable ABI.
 _ALLOCATOR_HEADERS = ("core/Allocator.h", "core/CachingDeviceAllocator.h", "cuda/CUDACachingAllocator.h")
@@ -21,6 +27,68 @@ def hash_allocator_headers(torch: Path) -> str:
     headers = [file for name in _ALLOCATOR_HEADERS if (file := torch / "include" / "c10" / name).is_file()]
     content = b"".join(header.read_bytes() for header in headers)
     return hashlib.sha256(content).hexdigest() if content else ""
+
+
+def name_of_build(version: str, cuda: str | None, folder: Path) -> str:
+    """Returns the name of a wheel's folder of extensions for a torch, such as torch2.15-cu13-22705b50.
+
+    Args:
+        version: torch.__version__.
+        cuda: torch.version.cuda.
+        folder: the folder of the package torch.
+    """
+    minor = ".".join(version.split(".")[:2])
+    toolkit = f"cu{cuda.split('.')[0]}" if cuda else "cpu"
+    return f"torch{minor}-{toolkit}-{hash_allocator_headers(folder)[:8]}"
+
+
+def _installed_torch() -> tuple[str, str | None, Path] | None:
+    """Returns version, CUDA and folder of the torch that would be imported; None if there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    text = (folder / "version.py").read_text(encoding="utf-8")
+    said = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))
+    return said["__version__"], said.get("cuda"), folder
+
+
+def folder_of_extensions() -> Path:
+    """Returns the folder with the extensions for the installed torch: the package's own, except in a wheel."""
+    if not BUILDS.is_dir() or (torch := _installed_torch()) is None:
+        return PACKAGE
+    build = BUILDS / name_of_build(*torch)
+    return build if build.is_dir() else PACKAGE
+
+
+def why_there_is_no_extension() -> str:
+    """Returns why this package has no extension for the installed torch."""
+    if not BUILDS.is_dir():
+        return "opacus-memprof's extension has not been built"
+    fits = sorted(folder.name.rpartition("-")[0] for folder in BUILDS.iterdir())
+    built = f"opacus-memprof was built for {', '.join(fits)}, but"
+    if (torch := _installed_torch()) is None:
+        return f"{built} torch is not installed"
+    reason = f"{built} torch {torch[0]} is installed"
+    alike = name_of_build(*torch).rpartition("-")[0] in fits
+    return f"{reason}, whose allocator is declared otherwise" if alike else reason
+
+
+def how_to_build(package: Path = PACKAGE, variables: str = "") -> str:
+    """Returns what to do, with the command, so that the package has extensions for the installed torch.
+
+    Args:
+        package: the folder of opacus_memprof.
+        variables: what precedes the command, such as "OPACUS_MEMPROF_CUDA=1 ".
+    """
+    if (package / BUILDS.name).is_dir():
+        command = "pip install --force-reinstall --no-deps --no-binary opacus-memprof opacus-memprof"
+        return f"build from source: `{variables}{command}`"
+    if (package.parent / "setup.py").is_file():
+        command = f"pip install --no-deps -e {package.parent}"
+    else:
+        command = "pip install --force-reinstall --no-deps --no-cache-dir ."
+    return f"in opacus-memprof's source tree run `{variables}{command}`"
 
 
 def why_torch_does_not_fit(build: Any, version: str, cuda: str | None, folder: Path) -> str | None:

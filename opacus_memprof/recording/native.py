@@ -12,30 +12,19 @@ Raises:
 import importlib.util
 from pathlib import Path
 
-from opacus_memprof.versions import why_torch_does_not_fit
+from opacus_memprof.versions import how_to_build, why_there_is_no_extension, why_torch_does_not_fit
 
-
-def rebuild_command() -> str:
-    """Returns the command that rebuilds the extension for the torch of this environment."""
-    tree = Path(__file__).resolve().parents[2]
-    if (tree / "setup.py").is_file():
-        return f"pip install --no-deps -e {tree}"
-    return "pip install --force-reinstall --no-deps --no-cache-dir ."
-
-
-def _import_error(reason: str) -> ImportError:
-    return ImportError(f"{reason}: in opacus-memprof's source tree run `{rebuild_command()}`")
-
+_REMEDY = how_to_build(Path(__file__).resolve().parents[1])
 
 try:
     from opacus_memprof import _build_info
 except ImportError:
-    raise _import_error("opacus-memprof's extension has not been built") from None
+    raise ImportError(f"{why_there_is_no_extension()}: {_REMEDY}") from None
 
 if _build_info.TORCH_VERSION is None:
     raise ImportError(
         "this opacus-memprof reads profiles and cannot record any, for it was built without torch: install torch, then "
-        f"opacus-memprof again with OPACUS_MEMPROF_READER unset (`{rebuild_command()}`)"
+        f"opacus-memprof again with OPACUS_MEMPROF_READER unset ({_REMEDY})"
     )
 if importlib.util.find_spec("torch") is None:
     raise ImportError("opacus-memprof records what torch allocates, and torch is not installed: `pip install torch`")
@@ -43,7 +32,7 @@ if importlib.util.find_spec("torch") is None:
 import torch  # noqa: E402  (before the extension, whose undefined symbols torch's libraries resolve)
 
 if _reason := why_torch_does_not_fit(_build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent):
-    raise _import_error(f"opacus-memprof was {_reason}")
+    raise ImportError(f"opacus-memprof was {_reason}: {_REMEDY}")
 
 try:
     from opacus_memprof._C import (
@@ -109,7 +98,7 @@ try:
         write_meta,
     )
 except ImportError as error:
-    raise _import_error(f"opacus-memprof's extension cannot be loaded ({error})") from error
+    raise ImportError(f"opacus-memprof's extension cannot be loaded ({error}): {_REMEDY}") from error
 
 from opacus_memprof.profiles.categories import NOT_IN_CORE  # noqa: E402
 

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS, installed_version
+from opacus_memprof.versions import (
+    LOWEST_OPACUS,
+    TORCH_MINORS,
+    how_to_build,
+    installed_version,
+    why_there_is_no_extension,
+)
 from opacus_memprof.virtual_gpu import requirements
 from opacus_memprof.virtual_gpu.devices import GPUS
 
@@ -133,7 +139,7 @@ def _build() -> Check:
     try:
         build = importlib.import_module("opacus_memprof._build_info")
     except ImportError:
-        return Check("opacus-memprof", f"{version}; its extension has not been built")
+        return Check("opacus-memprof", f"{version}; {why_there_is_no_extension()}")
     if build.TORCH_VERSION is None:
         found = f"{version}; built without torch, to read profiles; Python {build.PYTHON} ({build.COMPILER})"
         return Check("opacus-memprof", found)
@@ -151,10 +157,7 @@ def _extension(torch: Any) -> list[Check]:
     if not native.HAS_CUDA:
         if torch.version.cuda is None:
             return [Check("extension", "loads; CPU only, as torch is")]
-        remedy = (
-            "to profile GPUs, in opacus-memprof's source tree run "
-            f"`OPACUS_MEMPROF_CUDA=1 {native.rebuild_command()}`, which says what is missing"
-        )
+        remedy = f"to profile GPUs, {how_to_build(variables='OPACUS_MEMPROF_CUDA=1 ')}, which says what is missing"
         return [Check("extension", "loads, but was built without CUDA", "note", remedy)]
     name = native.cuda_current_name()
     allocator = Check("CUDA allocator", name)

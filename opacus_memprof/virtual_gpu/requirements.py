@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.versions import folder_of_extensions
 
-LIBRARIES = Path(__file__).with_name("lib")
+LIBRARIES = folder_of_extensions() / "virtual_gpu" / "lib"
 BUILT_FOR = "built_for.json"  # next to the libraries, from csrc/virtual_gpu/build.py: {"torch", "cuda", "kernels"}
 
 _WHEEL = "the wheel of `pip install torch` from PyPI for Linux has CUDA"

@@ -30,15 +30,15 @@ from typing import Any
 
 import torch
 
-from opacus_memprof.recording import native  # checks the version of torch before an extension is loaded
+import opacus_memprof.recording.native  # noqa: F401 (checks the version of torch before an extension is loaded)
+from opacus_memprof.versions import how_to_build
 from opacus_memprof.virtual_gpu.decisions import Frame
 
 try:
     from opacus_memprof import _virtual
 except ImportError as error:
     raise ImportError(
-        f"the extension that computes values on the virtual GPU cannot be loaded ({error}): in opacus-memprof's "
-        f"source tree run `{native.rebuild_command()}`"
+        f"the extension that computes values on the virtual GPU cannot be loaded ({error}): {how_to_build()}"
     ) from error
 
 _installed = False

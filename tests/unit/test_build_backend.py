@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a build finds around it, in folders that are made here, and the package's static metadata."""
 
+import base64
+import hashlib
 import importlib.util
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS, VERSION
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "build_backend"))
+sys.path += [str(ROOT / "build_backend"), str(ROOT / "tools")]
 import opacus_memprof_build as backend  # noqa: E402
 import opacus_memprof_finding as finding  # noqa: E402
+import wheels  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -138,3 +142,59 @@ def test_what_users_install_has_floors() -> None:
     extras = {name: wanted for name, wanted in PROJECT["optional-dependencies"].items() if name not in ("test", "docs")}
     for wanted in [PROJECT["dependencies"], *extras.values()]:
         assert all(">=" in one for one in wanted if not one.startswith("opacus-memprof["))
+
+
+def wheel(folder: Path, torch: str, cuda: str | None, **other: str) -> Path:
+    """Makes a wheel as the build makes it beside a torch; `other` files have this content."""
+    said = f"TORCH_VERSION = {torch!r}\nTORCH_CUDA = {cuda!r}\nALLOCATOR_HEADERS = '0123456789'\n"
+    files = {
+        "opacus_memprof/__init__.py": "import this",
+        "opacus_memprof/_C.cpython-311-x86_64-linux-gnu.so": f"_C of {torch}",
+        "opacus_memprof/_build_info.py": said,
+        "opacus_memprof/_clipping.cpython-311-x86_64-linux-gnu.so": f"_clipping of {torch}",
+        "opacus_memprof/_core.cpython-311-x86_64-linux-gnu.so": f"_core beside {torch}",
+        "opacus_memprof/virtual_gpu/lib/libcuda.so.1": f"CUDA of {torch}",
+        "opacus_memprof-0.1.0.dist-info/WHEEL": "Tag: cp311-cp311-linux_x86_64",
+        "opacus_memprof-0.1.0.dist-info/RECORD": "",
+        **other,
+    }
+    made = folder / torch / "opacus_memprof-0.1.0-cp311-cp311-linux_x86_64.whl"
+    made.parent.mkdir()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return made
+
+
+def test_wheels_of_several_torches_become_one(tmp_path: Path) -> None:
+    built = [wheel(tmp_path, "2.14.0+cu130", "13.0"), wheel(tmp_path, "2.15.0", None)]
+    with zipfile.ZipFile(wheels.merge(built, tmp_path / "out")) as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    record = files.pop("opacus_memprof-0.1.0.dist-info/RECORD").splitlines()
+    assert files.pop("opacus_memprof/__init__.py") == "import this"
+    assert files.pop("opacus_memprof/_core.cpython-311-x86_64-linux-gnu.so") == "_core beside 2.14.0+cu130"
+    assert files.pop("opacus_memprof-0.1.0.dist-info/WHEEL")
+    for build, torch in (("torch2.14-cu13-01234567", "2.14.0+cu130"), ("torch2.15-cpu-01234567", "2.15.0")):
+        folder = f"opacus_memprof/builds/{build}"
+        assert f"TORCH_VERSION = '{torch}'" in files.pop(f"{folder}/_build_info.py")
+        assert files.pop(f"{folder}/_C.cpython-311-x86_64-linux-gnu.so") == f"_C of {torch}"
+        assert files.pop(f"{folder}/_clipping.cpython-311-x86_64-linux-gnu.so") == f"_clipping of {torch}"
+        assert files.pop(f"{folder}/virtual_gpu/lib/libcuda.so.1") == f"CUDA of {torch}"
+    assert not files
+    digest = base64.urlsafe_b64encode(hashlib.sha256(b"import this").digest()).decode().rstrip("=")
+    assert f"opacus_memprof/__init__.py,sha256={digest},11" in record
+    assert record[-1] == "opacus_memprof-0.1.0.dist-info/RECORD,,"
+    assert len(record) == 12
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "other", "message"),
+    [
+        ("2.14.1+cu132", "13.2", {}, "is of a torch that another one is of, too: torch2.14-cu13-01234567"),
+        ("2.15.0+cu132", "13.2", {"opacus_memprof/__init__.py": "import that"}, r"__init__\.py of .* is not that of"),
+    ],
+)
+def test_wheels_that_cannot_be_one(torch: str, cuda: str, other: dict[str, str], message: str, tmp_path: Path) -> None:
+    built = [wheel(tmp_path, "2.14.0+cu130", "13.0"), wheel(tmp_path, torch, cuda, **other)]
+    with pytest.raises(SystemExit, match=message):
+        wheels.merge(built, tmp_path / "out")

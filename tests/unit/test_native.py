@@ -2,6 +2,7 @@
 """The extension's one door: what it lets through, and what it says when it cannot."""
 
 import ast
+import hashlib
 import importlib.util
 import subprocess
 import sys
@@ -113,6 +114,78 @@ def test_a_patch_of_torch_fits_if_its_allocator_is_declared_alike(
     )
     found = versions.why_torch_does_not_fit(build, version, cuda, tmp_path / "installed")
     assert found == reason if reason is None else str(found).endswith(reason)
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A wheel's package with extensions for two minors of torch, of which 2.15 is installed as a patch of it."""
+    header = tmp_path / "torch" / "include" / "c10" / "core" / "Allocator.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("class Allocator;")
+    digest = hashlib.sha256(b"class Allocator;").hexdigest()[:8]
+    for minor in ("2.14", "2.15"):
+        (tmp_path / "builds" / f"torch{minor}-cu13-{digest}").mkdir(parents=True)
+    monkeypatch.setattr(versions, "PACKAGE", tmp_path)
+    monkeypatch.setattr(versions, "BUILDS", tmp_path / "builds")
+    spec = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: {"torch": spec}[name])
+    install(tmp_path, "2.15.1+cu130", "'13.0'")
+    return tmp_path
+
+
+def install(wheel: Path, version: str, cuda: str) -> None:
+    text = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+    (wheel / "torch" / "version.py").write_text(text)
+
+
+def test_a_wheel_has_extensions_for_another_patch_of_torch_and_of_cuda(wheel: Path) -> None:
+    assert versions.folder_of_extensions().parent == wheel / "builds"
+    assert versions.folder_of_extensions().name.startswith("torch2.15-cu13-")
+    install(wheel, "2.14.0", "'13.2'")
+    assert versions.folder_of_extensions().name.startswith("torch2.14-cu13-")
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "header", "reason"),
+    [
+        ("2.13.0+cu130", "'13.0'", "class Allocator;", "torch 2.13.0+cu130 is installed"),
+        ("2.15.0+cu128", "'12.8'", "class Allocator;", "torch 2.15.0+cu128 is installed"),
+        ("2.15.0+cpu", "None", "class Allocator;", "torch 2.15.0+cpu is installed"),
+        (
+            "2.15.2+cu132",
+            "'13.2'",
+            "class Allocator { int other; };",
+            "torch 2.15.2+cu132 is installed, whose allocator is declared otherwise",
+        ),
+    ],
+)
+def test_a_torch_for_which_a_wheel_has_no_extension(
+    version: str, cuda: str, header: str, reason: str, wheel: Path
+) -> None:
+    install(wheel, version, cuda)
+    (wheel / "torch" / "include" / "c10" / "core" / "Allocator.h").write_text(header)
+    assert versions.folder_of_extensions() == wheel
+    expected = f"opacus-memprof was built for torch2.14-cu13, torch2.15-cu13, but {reason}"
+    assert versions.why_there_is_no_extension() == expected
+    assert versions.how_to_build(wheel) == (
+        "build from source: `pip install --force-reinstall --no-deps --no-binary opacus-memprof opacus-memprof`"
+    )
+
+
+def test_a_wheel_without_torch(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert versions.folder_of_extensions() == wheel
+    assert versions.why_there_is_no_extension().endswith(", but torch is not installed")
+
+
+def test_what_is_read_of_the_installed_torch_is_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without importing it: the folder's name has to be that of the torch that runs these tests."""
+    folder = Path(torch.__file__).parent
+    name = versions.name_of_build(torch.__version__, torch.version.cuda, folder)
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(versions, "BUILDS", tmp_path)
+    assert versions.folder_of_extensions() == tmp_path / name
+    assert name.startswith(f"torch{torch.__version__.rsplit('.', 1)[0]}-{'cu' if torch.version.cuda else 'cpu'}")
 
 
 def test_the_installed_torch_has_the_headers_that_are_compared() -> None:

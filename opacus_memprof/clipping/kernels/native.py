@@ -11,10 +11,13 @@ from pathlib import Path
 
 import torch
 
-from opacus_memprof.versions import why_torch_does_not_fit
+from opacus_memprof.versions import how_to_build, why_there_is_no_extension, why_torch_does_not_fit
 
 try:
-    from opacus_memprof import _build_info
+    try:
+        from opacus_memprof import _build_info
+    except ImportError:
+        raise ImportError(why_there_is_no_extension()) from None
 
     if reason := why_torch_does_not_fit(
         _build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent
@@ -38,10 +41,7 @@ try:
         weighted_sums_cpu,
     )
 except ImportError as error:
-    raise ImportError(
-        f"flash_clip's extension cannot be loaded ({error}): in opacus-memprof's source tree run "
-        "`pip install --force-reinstall --no-deps --no-cache-dir .`"
-    ) from error
+    raise ImportError(f"flash_clip's extension cannot be loaded ({error}): {how_to_build()}") from error
 
 __all__ = [
     "address_table",
