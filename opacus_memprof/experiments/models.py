@@ -5,7 +5,7 @@ Also has the built-in GPT, from layers that every grad-sample mode supports.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.configuration import SIZES, Configuration
 from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
 from opacus_memprof.integrations.hub import load_pretrained, with_adapters
 from opacus_memprof.profiles.optional import require
@@ -117,6 +117,7 @@ def _build_transformer(configuration: Configuration, device: torch.device) -> nn
             configuration.seq_length,
             CLASSES if configuration.task == "classification" else None,
             checkpointing=configuration.checkpointing,
+            **{name: value for name, value in sizes.items() if name not in SIZES},
         )
 
 
@@ -203,10 +204,10 @@ def _untie_head(model: Any) -> None:
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
@@ -221,22 +222,23 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two layers with a hidden width that is four times as wide."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, activation: str) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = getattr(functional, activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(functional.gelu(self.up(x)))
+        out: torch.Tensor = self.down(self.activation(self.up(x)))
         return out
 
 
 class Block(nn.Module):
     """Attention and an MLP, each behind a LayerNorm and added to its input."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, activation: str, attention_bias: bool) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, bias=attention_bias)
+        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width, activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -257,6 +259,9 @@ class Transformer(nn.Module):
         tokens: the longest sequence.
         classes: number of classes; None for a language model.
         checkpointing: whether a block keeps its input only, and recomputes the rest in backward.
+        activation: the function between the layers of an MLP, by its name in torch.nn.functional.
+        attention_bias: whether the layers of attention have biases.
+        last_norm: whether there is a LayerNorm behind the last block.
     """
 
     def __init__(
@@ -269,11 +274,16 @@ class Transformer(nn.Module):
         classes: int | None = None,
         *,
         checkpointing: bool = False,
+        activation: str = "gelu",
+        attention_bias: bool = True,
+        last_norm: bool = True,
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, activation=activation, attention_bias=attention_bias) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width) if last_norm else nn.Identity()
         self.head = nn.Linear(width, classes or vocabulary, bias=False)
         self.classifies = classes is not None
         self.checkpointing = checkpointing

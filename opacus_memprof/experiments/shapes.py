@@ -16,10 +16,16 @@ _LLAMA_3: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 
+_TRANSFORMER = {"vocab_size": 32000, "hidden_dim": 2048, "num_layers": 20, "num_heads": 16}
+
 # Family, and sizes by the family's names. Sources: the models' own config.json.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("transformer", {"vocab_size": 256, "hidden_dim": 64, "num_layers": 2, "num_heads": 4}),
-    "transformer": ("transformer", {"vocab_size": 32000, "hidden_dim": 2048, "num_layers": 20, "num_heads": 16}),
+    "transformer": ("transformer", _TRANSFORMER),
+    "transformer-relu": (
+        "transformer",
+        {**_TRANSFORMER, "activation": "relu", "attention_bias": False, "last_norm": False},
+    ),
     "gpt2": ("gpt2", {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}),
     "llama-3.2-1b": (
         "llama",

@@ -42,6 +42,18 @@ def test_the_long_sequences_transformer() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_the_shape_of_the_document_s_rows() -> None:
+    """Its blocks have ReLU, and no biases in attention; no LayerNorm is behind the last one."""
+    model = models.build_model(Configuration(model="transformer-relu", seq_length=16384), META)
+    width, block = 2048, 12 * 2048**2 + (4 + 1) * 2048 + 4 * 2048
+    assert models.count_parameters(model)["total"] == (2 * 32000 + 16384) * width + 20 * block
+    small = {"vocab_size": 9, "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+    relu = models.build_model(Configuration(model="transformer-relu", **small), CPU)  # type: ignore[arg-type]
+    mlp = relu.blocks[0].mlp  # type: ignore[index]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(mlp(x), mlp.down(mlp.up(x).clamp(min=0)))
+
+
 def test_lora_trains_what_it_adds_and_leaves_the_rest_as_it_is() -> None:
     """peft adapts q_proj and v_proj of a Llama, the latter with 8 of 24 heads."""
     chosen = Configuration(model="llama-3.2-3b", lora_rank=16)
