@@ -178,7 +178,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "\n" not in message
     assert message.startswith(f"there is no folder {path}: correct the path")
     assert "--model-name PATH" in message
-    assert "--config tiny|transformer|gpt2|" in message
+    assert "--config tiny|transformer|transformer-relu|gpt2|" in message
     assert "hf_secret" not in message.replace(str(path), "")
 
 
