@@ -47,8 +47,7 @@ def arguments_of(name: Name, batch: int | None = None) -> list[str]:
 def plan(output: Path, kind: str, names: Sequence[Name]) -> dict[str, Any]:
     """The planned side: by "MODEL MODE" the largest batch, and the first advice for twice as many samples."""
     from opacus_memprof.errors import MemprofError
-    from opacus_memprof.planning.arguments import Range
-    from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+    from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
     from opacus_memprof.planning.runs import open_runs
     from opacus_memprof.planning.table import PlannedCell, fill
     from opacus_memprof.planning.verdict import judge

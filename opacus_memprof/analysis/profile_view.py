@@ -189,7 +189,7 @@ def view_profile(
         name: the name of the run; "" is its command.
 
     Raises:
-        MemprofError: the two profiles cannot be compared (see analysis.tax.dp_tax).
+        MemprofError: the two profiles cannot be compared (see analysis.diff.dp_tax).
     """
     path = None if directory is None else Path(directory)
     gpu, command = virtual_gpu_of(profile.virtual), profile.command

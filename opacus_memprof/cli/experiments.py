@@ -30,8 +30,8 @@ from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
 from opacus_memprof.profiles.units import format_count
 
 if TYPE_CHECKING:
-    from opacus_memprof.experiments.grid import Cell
-    from opacus_memprof.experiments.presets import Preset
+    from opacus_memprof.experiments.configuration import Cell
+    from opacus_memprof.experiments.directory import Preset
 
 SWEEP_MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SINGLE_GPU_MODEL = "meta-llama/Llama-3.2-3B-Instruct"
@@ -103,7 +103,7 @@ def experiment(
     """
     chosen = training.configuration(default="transformer", mode=mode, nproc=nproc)
     result = process.run_to_file(output, chosen, token=training.token, on_line=print)
-    from opacus_memprof.experiments.grid import MethodCell
+    from opacus_memprof.experiments.configuration import MethodCell
     from opacus_memprof.experiments.rows import Row
     from opacus_memprof.experiments.summary import terminal_summary
 
@@ -142,8 +142,8 @@ def experiments(
     Each result is written when its run ends. Exits with 1 if a training failed; running out of memory is a result.
     """
     base = training.configuration(default="transformer")
-    from opacus_memprof.experiments.grid import methods
-    from opacus_memprof.experiments.presets import EXPERIMENTS
+    from opacus_memprof.experiments.configuration import methods
+    from opacus_memprof.experiments.directory import EXPERIMENTS
 
     cells = methods(base, modes or ())
     print(f"{format_count(len(cells), 'method')}, in this order: {', '.join(cell.name for cell in cells)}")
@@ -186,8 +186,8 @@ def sweep(
     Default model: meta-llama/Llama-3.1-8B-Instruct.
     """
     base = training.classification(SWEEP_MODEL, nproc=nproc)
-    from opacus_memprof.experiments.grid import grid
-    from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
+    from opacus_memprof.experiments.configuration import grid
+    from opacus_memprof.experiments.directory import DETAILED_SWEEP, SWEEP
 
     ranks = lora_ranks or ([16] if detailed else [8, 16])
     cells, left_out = grid(base, seq_lengths, batch_sizes, max_physical_batch_sizes, ranks)
@@ -240,8 +240,8 @@ def single_gpu(
         max_physical_batch_size=max_physical_batch_size,
         lora_rank=(16 if lora_rank is None else lora_rank) if use_lora else None,
     )
-    from opacus_memprof.experiments.grid import Cell, one_at_a_time
-    from opacus_memprof.experiments.presets import SINGLE_GPU
+    from opacus_memprof.experiments.configuration import Cell, one_at_a_time
+    from opacus_memprof.experiments.directory import SINGLE_GPU
 
     cells = one_at_a_time(base) if run_all else [Cell(base)]
     print(_described(base, sizes=not run_all))
@@ -279,7 +279,7 @@ def draw(
     ] = "events",
 ) -> None:
     """Draw the pictures and tables of experiments again, from the JSON files of their results."""
-    from opacus_memprof.experiments.presets import EXPERIMENTS
+    from opacus_memprof.experiments.directory import EXPERIMENTS
     from opacus_memprof.experiments.rows import read_rows
 
     rows, directory = read_rows(input_dir), output_dir or input_dir / EXPERIMENTS.outputs

@@ -16,8 +16,14 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.executors import executor_of
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning import report
-from opacus_memprof.planning.arguments import Range, parse_modes, parse_search, parse_settings
-from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.configuration import (
+    PlannedConfiguration,
+    PlannedProgram,
+    Range,
+    parse_modes,
+    parse_search,
+    parse_settings,
+)
 from opacus_memprof.planning.directory import (
     cell_content,
     copy_profile,

@@ -10,9 +10,8 @@ from statistics import linear_regression
 from typing import NamedTuple
 
 from opacus_memprof.analysis.names import as_without_dp
-from opacus_memprof.experiments.configuration import MODES
+from opacus_memprof.experiments.configuration import LABELS, MODES, Cell
 from opacus_memprof.experiments.files import read_results
-from opacus_memprof.experiments.grid import LABELS, Cell
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.profile import FailedAllocation, Finding, Groups, Peak, Sizes
 
@@ -179,7 +178,7 @@ def find_vanilla(rows: Sequence[Row]) -> Row | None:
 def overhead(row: Row, vanilla: Row) -> Sizes:
     """Returns the bytes by category that a run needs more than vanilla, each at its own peak, without zeros.
 
-    As in analysis.tax, captures that autograd also holds count as activations.
+    As in analysis.diff, captures that autograd also holds count as activations.
     """
     sizes, others = as_without_dp(row.bytes, row.shared_captures), vanilla.bytes
     changes = {category: sizes.get(category, 0) - others.get(category, 0) for category in {**sizes, **others}}

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.grid import LABELS
+from opacus_memprof.experiments.configuration import LABELS, Configuration
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
 from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.categories import PRIVATE

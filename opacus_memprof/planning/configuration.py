@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a plan: a program on a virtual GPU."""
+"""The configuration of a plan: a program on a virtual GPU, and the values of the program's arguments."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from opacus_memprof.errors import MemprofError
+
+_VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>(?!\S*\.\.)[^,\s]+(?:,[^,\s]+)*)")
+_RANGE = re.compile(r"(?P<name>[^=\s]+)=(?P<low>-?\d+)\.\.(?P<high>-?\d+)")
+
+
+Value = int | str  # of an argument of the program
 
 
 @dataclass(frozen=True)
@@ -54,3 +64,150 @@ class PlannedConfiguration:
             tuple(content["changes"]),
             content["ranks"],
         )
+
+
+@dataclass(frozen=True)
+class Range:
+    """The whole values of an argument from `low` to `high`."""
+
+    name: str
+    low: int
+    high: int
+
+    def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
+        """Returns the configuration with this value of the argument."""
+        program = configuration.program
+        arguments = with_argument(program.arguments, self.name, value)
+        return replace(configuration, program=replace(program, arguments=arguments))
+
+    def doubled(self) -> list[int]:
+        """Returns `low`, values that each are twice the previous one, and `high`."""
+        values = [self.low]
+        while 2 * values[-1] < self.high:
+            values.append(2 * values[-1])
+        return [*values, self.high] if self.high > self.low else values
+
+
+@dataclass(frozen=True)
+class Search:
+    """The content of --search.
+
+    Attributes:
+        searched: the argument whose largest value is searched; None if only values are listed.
+        others: the values of the other arguments of the grid, by argument.
+    """
+
+    searched: Range | None
+    others: Mapping[str, Sequence[Value]]
+
+
+def parse_search(texts: Sequence[str]) -> Search:
+    """Parses --search. The first `ARGUMENT=LOW..HIGH` is searched.
+
+    The others form a grid: the numbers or words of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
+
+    Raises:
+        MemprofError: a text has neither form, a range is empty, or an argument is named twice.
+    """
+    searched, others = None, dict[str, Sequence[Value]]()
+    for text in texts:
+        values: Sequence[Value] = []
+        listed = _VALUES.fullmatch(text.strip())
+        if listed is None:
+            found = parse_range(text)
+            if searched is None:
+                searched, name = found, found.name
+            else:
+                name, values = found.name, found.doubled()
+        else:
+            name, values = listed["name"], list(dict.fromkeys(map(_value, listed["values"].split(","))))
+        if name in others or (searched is not None and name == searched.name and values):
+            raise MemprofError(f"--search names {name} twice: give it one range, or list its values")
+        if values:
+            others[name] = values
+    return Search(searched, others)
+
+
+def _value(text: str) -> Value:
+    return int(text) if re.fullmatch("0|[1-9][0-9]*", text) else text
+
+
+def parse_range(text: str) -> Range:
+    """Parses `batch-size=1..4096`. Raises MemprofError for anything else, or an empty range."""
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        raise MemprofError(
+            f"--search {text!r} is not of the form ARGUMENT=LOW..HIGH, as batch-size=1..4096 is, nor "
+            "ARGUMENT=VALUE,VALUE"
+        )
+    low, high = int(match["low"]), int(match["high"])
+    if low > high:
+        raise MemprofError(f"--search {text!r} is a range with nothing in it: {low} is more than {high}")
+    if low < 1:
+        raise MemprofError(f"--search {text!r} begins at {low}, and sizes begin at 1: give a range from 1 on")
+    return Range(match["name"], low, high)
+
+
+def parse_modes(text: str) -> tuple[str, list[str]]:
+    """Parses --modes: `clipping=hooks,ghost`, or `hooks,ghost` for the argument `mode`. Returns argument and values."""
+    name, equals, listed = text.partition("=")
+    if not equals:
+        name, listed = "mode", text
+    modes = list(dict.fromkeys(mode.strip() for mode in listed.split(",") if mode.strip()))
+    if not name.strip() or not modes:
+        raise MemprofError(f"--modes {text!r} names no modes: write them as hooks,ghost or ARGUMENT=hooks,ghost")
+    return name.strip(), modes
+
+
+def parse_settings(text: str) -> list[str]:
+    """Parses settings of torch's allocator: `expandable_segments:True,False` means two values of one setting.
+
+    Commas in brackets belong to a value.
+
+    Returns:
+        All combinations of values, each in the form of PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises:
+        MemprofError: a value has no key, or a key has no value.
+    """
+    values: dict[str, list[str]] = {}
+    key = ""
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
+        name, colon, value = part.partition(":")
+        if colon and "[" not in name:
+            key = name.strip()
+        else:
+            value = part
+        if not key or not value.strip():
+            raise MemprofError(
+                f"--settings {text!r} is not of the form KEY:VALUE, as expandable_segments:True is, or KEY:VALUE,VALUE"
+            )
+        values.setdefault(key, []).append(value.strip())
+    if not values:
+        raise MemprofError("--settings names no settings: write them as expandable_segments:True")
+    listed = ([f"{name}:{value}" for value in dict.fromkeys(several)] for name, several in values.items())
+    return [",".join(combination) for combination in itertools.product(*listed)]
+
+
+def with_argument(arguments: Sequence[str], name: str, value: object) -> tuple[str, ...]:
+    """Returns the arguments with another value of one argument.
+
+    Replaces `--name VALUE`, `--name=VALUE` or `name=VALUE` (also with `_` for `-`); appends `--name VALUE` if there is
+    none. A name that begins with `-` is the flag itself.
+    """
+    flag = name if name.startswith("-") else f"--{name}"
+    wanted = {_dashes(flag)} | ({_dashes(name)} if flag != name else set())
+    changed = list(arguments)
+    for index, argument in enumerate(arguments):
+        given, equals, _ = argument.partition("=")
+        if equals and _dashes(given) in wanted:
+            changed[index] = f"{given}={value}"
+            return tuple(changed)
+        if not equals and argument.startswith("-") and _dashes(argument) in wanted and index + 1 < len(arguments):
+            changed[index + 1] = str(value)
+            return tuple(changed)
+    return (*arguments, flag, str(value))
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")

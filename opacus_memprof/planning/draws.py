@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.configuration import PlannedConfiguration, Range
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.virtual_run import VirtualRun

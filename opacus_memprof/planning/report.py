@@ -10,8 +10,7 @@ from rich.text import Text
 
 from opacus_memprof.analysis.verdict_view import Fix, VerdictView
 from opacus_memprof.jobs.progress import ProgressBoard
-from opacus_memprof.planning.arguments import Range
-from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.configuration import PlannedConfiguration, Range
 from opacus_memprof.planning.draws import TOLERATED, Draws
 from opacus_memprof.planning.table import PlannedCell, smallest_gpus
 from opacus_memprof.planning.verdict import Advice, Verdict, memory_of

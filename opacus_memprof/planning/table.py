@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import Range, Value, with_argument
-from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.configuration import PlannedConfiguration, Range, Value, with_argument
 from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.search import Line, Point, largest, next_values, requested_line
 from opacus_memprof.planning.verdict import check_run, memory_of

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import with_argument
-from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, with_argument
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.virtual_run import LOG, VirtualRun
 from opacus_memprof.profiles.oom_report import APPLICABLE

@@ -150,7 +150,7 @@ class ExperimentResult(JsonObject, kw_only=True):
         status: "finished", "out_of_memory", "failed" or "killed".
         error: a sentence with the reason why it did not finish, or None. `refused`: whether the user can fix it.
         parameters: `total` and `trainable`.
-        tax: the cost of privacy, from analysis.tax.dp_tax, if there was a run without privacy.
+        tax: the cost of privacy, from analysis.diff.dp_tax, if there was a run without privacy.
         avg_time_ms, step_times_ms: times of the measured steps.
         device: the device of the memory figures. `peak`, `phases`, `steps`, `out_of_memory`: as in its profile.json.
         peak_memory_mb: allocated at the peak. `breakdown`: memory at the peak, by category.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Baselines: JSON files, committed by users, with the peaks of a test.
 
-They have a peak for each device, torch, Opacus and grad-sample mode. profiles.baseline describes them.
+They have a peak for each device, torch, Opacus and grad-sample mode. profiles.difference describes them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.baseline import Baseline, BaselineFile, BaselineKey
+from opacus_memprof.profiles.difference import Baseline, BaselineFile, BaselineKey
 from opacus_memprof.profiles.files import write_text, writing
 from opacus_memprof.profiles.json_object import read_json_object
 from opacus_memprof.profiles.profile import Device

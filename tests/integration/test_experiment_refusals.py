@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import presets, process
+from opacus_memprof.experiments import process
+from opacus_memprof.experiments.configuration import methods
+from opacus_memprof.experiments.directory import EXPERIMENTS, Preset
 from opacus_memprof.experiments.engine import run_grid
-from opacus_memprof.experiments.grid import methods
-from opacus_memprof.experiments.presets import EXPERIMENTS
 from tests.integration.test_experiments import TINY, run_command
 from tests.unit.event_files import EventFile
 from tests.unit.sweep_results import failed, typed
@@ -160,7 +160,7 @@ def test_a_suite_ends_where_its_first_training_is_refused(
     python.write_text(REFUSING.format(python=sys.executable, root=root, refused=refused))
     python.chmod(0o755)
     monkeypatch.setattr(process.sys, "executable", str(python))
-    monkeypatch.setattr(presets.Preset, "draw", lambda *arguments: [])
+    monkeypatch.setattr(Preset, "draw", lambda *arguments: [])
     cells, results = methods(TINY, ["ghost", "vanilla"]), tmp_path / "results"
     if refused == "vanilla":
         with pytest.raises(MemprofError, match="ValueError while loading"):

@@ -13,8 +13,7 @@ import torch
 
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import parse_settings
-from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, parse_settings
 from opacus_memprof.planning.replay import read_recording, replay
 from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.cli import main
-from opacus_memprof.experiments import presets
+from opacus_memprof.experiments.directory import Preset
 from opacus_memprof.profiles.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def run_cli(arguments: list[str], python: Path | str, monkeypatch: pytest.Monkey
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what comes before them."""
-    monkeypatch.setattr(presets.Preset, "draw", lambda *arguments: [])
+    monkeypatch.setattr(Preset, "draw", lambda *arguments: [])
 
 
 def trained(tmp_path: Path) -> list[str]:

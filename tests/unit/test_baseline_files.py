@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.baseline import Baseline, BaselineKey
+from opacus_memprof.profiles.difference import Baseline, BaselineKey
 from opacus_memprof.pytest_plugin import baseline
 
 

@@ -13,7 +13,7 @@ from msgspec import to_builtins
 
 from opacus_memprof.experiments import summary
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.figures import bars, timeline, tradeoff
+from opacus_memprof.experiments.figures import bars, timeline
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.experiments.rows import rows_by_mode as typed_rows_by_mode
 from opacus_memprof.reports.palette import PHASE_COLORS
@@ -156,7 +156,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for module in (bars, timeline, tradeoff):
+    for module in (bars, timeline):
         monkeypatch.setattr(module, "saved_figure", keeping)
     return kept
 
@@ -413,7 +413,7 @@ def test_a_panel_s_limit_is_not_another_s(figures: list[Any], tmp_path: Path) ->
 
 
 def test_points_are_where_time_and_memory_are(figures: list[Any], tmp_path: Path) -> None:
-    tradeoff.performance_tradeoff(FOUR, tmp_path / "a.png", "light")
+    bars.performance_tradeoff(FOUR, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
     assert axes.collections[0].get_offsets().tolist() == [[10, 42 * MIB], [30, 63 * MIB]]
     assert {text.get_text() for text in axes.texts} == {
@@ -433,14 +433,14 @@ def listed(figure: Any) -> list[str]:
 def test_runs_without_any_time_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
     """On a virtual GPU there are no times."""
     rows = rows_by_mode({"v": VANILLA | {"avg_time_ms": None}, "g": GHOST | {"avg_time_ms": None}})
-    tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")
+    bars.performance_tradeoff(rows, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
     assert spans(axes) == {0: [(0, 10), (10, 12), (12, 42)], 1: [(0, 10), (10, 30), (30, 63)]}
     assert figures[0].get_suptitle() == "Memory without time: a virtual GPU measures no time"
 
 
 def test_runs_that_all_fail_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
-    tradeoff.performance_tradeoff(rows_by_mode({"h": RAN_OUT}), tmp_path / "a.png", "dark")
+    bars.performance_tradeoff(rows_by_mode({"h": RAN_OUT}), tmp_path / "a.png", "dark")
     (axes,) = figures[0].axes
     assert spans(axes)[0][:2] == [(0, 10), (10, 19)]
     assert figures[0].get_suptitle() == "Memory without time: no run finished"
@@ -452,7 +452,7 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
         f"a_configuration_with_a_long_name_{number}": {**GHOST, "avg_time_ms": 10.0 + number} for number in range(count)
     }
     rows = rows_by_mode(found)
-    for draw in (bars.breakdown_comparison, tradeoff.performance_tradeoff):
+    for draw in (bars.breakdown_comparison, bars.performance_tradeoff):
         draw(rows, tmp_path / "a.png", "light")
     for figure in figures:  # all names within the picture, and no two points' labels on one another
         width, height = figure.bbox.size
@@ -469,7 +469,7 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
 def test_points_on_one_another_share_a_label(figures: list[Any], tmp_path: Path) -> None:
     """Batch sizes above the physical one change neither time nor peak."""
     found = {f"c{number}": {**GHOST, "avg_time_ms": 10.0 + 10 * (number % 3)} for number in range(20)}
-    tradeoff.performance_tradeoff(rows_by_mode(found), tmp_path / "a.png", "light")
+    bars.performance_tradeoff(rows_by_mode(found), tmp_path / "a.png", "light")
     texts = figures[0].axes[0].texts
     assert len(texts) == 3
     shown = [number for text in texts for number in text.get_text().split(", ")]
@@ -480,7 +480,7 @@ def test_points_on_one_another_share_a_label(figures: list[Any], tmp_path: Path)
 
 def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:
     rows = rows_by_mode({"v": VANILLA, "g": GHOST | {"avg_time_ms": 5000.0}, "f": result("flash_clip", {"noise": 42})})
-    tradeoff.performance_tradeoff(rows, tmp_path / "a.png", "light")
+    bars.performance_tradeoff(rows, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes
     inside = axes.get_window_extent()
     for text in axes.texts:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from opacus_memprof.planning.arguments import Range, parse_modes, parse_range, with_argument
+from opacus_memprof.planning.configuration import Range, parse_modes, parse_range, with_argument
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.arguments import Range, parse_search
-from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range, parse_search
 from opacus_memprof.planning.report import print_cells
 from opacus_memprof.planning.table import PlannedCell, make_cells, smallest_gpus
 from opacus_memprof.planning.virtual_run import VirtualRun

@@ -4,7 +4,7 @@
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.grid import grid, methods, one_at_a_time
+from opacus_memprof.experiments.configuration import grid, methods, one_at_a_time
 from tests.unit.sweep_results import BASE
 
 Sizes = tuple[int, int, int | None, int | None]

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import launcher
-from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.directory import ResultsDirectory
+from opacus_memprof.experiments import engine
+from opacus_memprof.experiments.configuration import Cell, Configuration, grid
+from opacus_memprof.experiments.directory import SWEEP, ResultsDirectory
+from opacus_memprof.experiments.engine import ExecutorLauncher, cluster_launcher
 from opacus_memprof.experiments.files import write_json
-from opacus_memprof.experiments.grid import Cell, grid
-from opacus_memprof.experiments.launcher import ExecutorLauncher, cluster_launcher
-from opacus_memprof.experiments.presets import SWEEP
 from tests.unit.sweep_results import BASE, finished
 
 pytest.importorskip("submitit")
@@ -51,7 +49,7 @@ def replace_training(monkeypatch: pytest.MonkeyPatch) -> None:
         with open(f"{directory}/result.json", "w") as file:
             json.dump(finished(Configuration.from_json(configuration)) | {"error": os.environ.get("HF_TOKEN")}, file)
 
-    monkeypatch.setattr(launcher, "train", train)
+    monkeypatch.setattr(engine, "train", train)
 
 
 def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +89,7 @@ def test_any_executor_runs_cells(
         os.makedirs(path)
         write_json(Path(path, "result.json"), finished(Configuration.from_json(configuration)))
 
-    monkeypatch.setattr(launcher, "train", train)
+    monkeypatch.setattr(engine, "train", train)
     ended = list(ExecutorLauncher(directory, ThreadPoolExecutor(3), 3).run(cells))
     assert [(cell.configuration.max_physical_batch_size, result.status) for cell, result in ended] == [
         (1, "finished"),

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from opacus_memprof.experiments.figures import FIGURES, details, draw_figure, overview
-from opacus_memprof.experiments.figures.details import COMPONENT_COLORS, TYPE_COLORS
-from opacus_memprof.experiments.figures.overview import rows_by_sizes
-from opacus_memprof.experiments.grid import grid
-from opacus_memprof.experiments.presets import DETAILED_SWEEP, SINGLE_GPU
+from opacus_memprof.experiments.configuration import grid
+from opacus_memprof.experiments.directory import DETAILED_SWEEP, SINGLE_GPU
+from opacus_memprof.experiments.figures import FIGURES, draw_figure, overview
+from opacus_memprof.experiments.figures.overview import COMPONENT_COLORS, TYPE_COLORS, rows_by_sizes
 from opacus_memprof.experiments.rows import MEMORY_TYPES, lines_over, varied_sizes
 from opacus_memprof.profiles.profile import PhasePeak
 from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory, with_fields
@@ -114,7 +113,7 @@ def test_every_picture_s_title_names_the_virtual_gpu(
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is drawn, before it is saved."""
     kept: list[Any] = []
-    for module in (details, overview):
+    for module in (overview,):
         saved_figure = module.saved_figure
 
         @contextlib.contextmanager
@@ -135,7 +134,7 @@ def test_two_rows_of_operations_lose_no_entry_of_the_legend_and_no_tick(figures:
         sizes = dict.fromkeys(REPORTED[4 * place : 4 * place + 4], 100 * 2**20)
         for row in rows:
             row.result.phases[phase] = PhasePeak(400 * 2**20, 0, 0, 0, 0, sizes)
-    details.operation_breakdown(rows, tmp_path / "a.png", "light")
+    overview.operation_breakdown(rows, tmp_path / "a.png", "light")
     (figure,) = figures
     (legend,) = figure.legends
     assert len(legend.get_texts()) == 20
@@ -170,8 +169,8 @@ def test_a_run_that_failed_before_anything_was_recorded_says_so(
             yield figure
             shown.extend(text.get_text() for axes in figure.axes for text in axes.texts)
 
-    original = details.saved_figure
-    monkeypatch.setattr(details, "saved_figure", kept)
-    details.detailed_analysis(ROWS, tmp_path / "a.png", "light")
+    original = overview.saved_figure
+    monkeypatch.setattr(overview, "saved_figure", kept)
+    overview.detailed_analysis(ROWS, tmp_path / "a.png", "light")
     assert shown.count("nothing was recorded") == 2  # in both panels
     assert "0 B" not in shown

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.directory import ResultsDirectory
+from opacus_memprof.experiments.configuration import Cell, Configuration, grid, methods
+from opacus_memprof.experiments.directory import EXPERIMENTS, SINGLE_GPU, SWEEP, ResultsDirectory
 from opacus_memprof.experiments.files import read_result, write_json
-from opacus_memprof.experiments.grid import Cell, grid, methods
-from opacus_memprof.experiments.presets import EXPERIMENTS, SINGLE_GPU, SWEEP
 from tests.unit.sweep_results import BASE, failed, finished, out_of_memory
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2], [0])

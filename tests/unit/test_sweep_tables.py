@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.experiments import summary
-from opacus_memprof.experiments.grid import grid
-from opacus_memprof.experiments.presets import DETAILED_SWEEP, SWEEP
+from opacus_memprof.experiments.configuration import grid
+from opacus_memprof.experiments.directory import DETAILED_SWEEP, SWEEP
 from opacus_memprof.experiments.rows import MEMORY_TYPES, growth, memory_types
 from opacus_memprof.experiments.tables import results_lines, row_details, summary_csv
 from tests.unit.made_profiles import a_peak

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A failed allocation and the blocks that were live then, with the category names of reports."""
+"""A failed allocation: the blocks that were live, the run's peaks before it, and the memory of the device.
+
+Categories have the names of reports.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opacus_memprof.analysis.names import Names
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, name_at_failure
+from opacus_memprof.profiles.oom_report import RoomBytes
 
 ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
+MARGIN = 0.03  # the part of the reservable memory that predictions leave free
+_BLOCK = 2 * 2**20  # the caching allocator takes whole blocks of this size from the device
+_WORTH_A_SUGGESTION = 64 * 2**20
+CONTEXT = 600 * 2**20  # the most that this process' own CUDA context takes of `others`
 
 
 @dataclass(frozen=True)
@@ -81,3 +90,136 @@ def read_failure(native: Mapping[str, Any]) -> Failure:
     ]
     rest = {key: value for key, value in native.items() if key not in ("holdings", "category")}
     return Failure(**rest, category=name_at_failure(native["category"]), block_groups=tuple(groups))
+
+
+@dataclass(frozen=True)
+class RecordedInstant:
+    """An instant of the run: live bytes by category."""
+
+    step: int
+    phase: str
+    categories: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class History:
+    """The peaks of one device.
+
+    Attributes:
+        step_peaks: the peak of each physical step that ended before the failure.
+        peaks: the peaks of all phases and of all steps, including that of the failed step so far.
+        most_activations: the most bytes of activations that were live at once. That is after the peak if an operation's
+            temporaries are larger than its saved tensors.
+    """
+
+    step_peaks: tuple[RecordedInstant, ...] = ()
+    peaks: tuple[RecordedInstant, ...] = ()
+    most_activations: int = 0
+
+
+def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed_step: int) -> History:
+    """Reads the history up to the step `failed_step` from one of core.replay's devices. Empty without one."""
+    if replayed is None or names is None:
+        return History()
+
+    def instant(row: Mapping[str, Any]) -> RecordedInstant:
+        return RecordedInstant(row["step"], names.phase(row["phase"]), names.categories(row["categories"]))
+
+    steps = [row for row in replayed["steps"] if row["step"] <= failed_step]
+    phases = [row for row in replayed["phases"].values() if row["step"] <= failed_step]
+    peaks = tuple(instant(row) for row in [*phases, *steps])
+    instants = [*peaks, *(instant(row) for row in replayed["timeline"] if row["step"] <= failed_step)]
+    return History(
+        tuple(instant(row) for row in steps if row["complete"] and row["step"] < failed_step),
+        peaks,
+        max((sum(each.categories.get(name, 0) for name in ACTIVATIONS) for each in instants), default=0),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of the device when an allocation failed, in bytes. None: unknown.
+
+    Attributes:
+        capacity: requested bytes that fit, with the rounding and fragments of this run, less a margin.
+        may_reserve: bytes that the allocator could reserve in total, if other processes stay as they are.
+        reserved: bytes that it had reserved.
+        allocated: bytes that it had handed out.
+        cached: reserved bytes that were not handed out.
+        largest_free: the largest free block of `cached`.
+        unreserved: bytes that it could still reserve.
+        free_segments: bytes that empty_cache would free.
+        free_expandable: free bytes in expandable segments.
+        others: bytes used by other processes and CUDA itself.
+        device: the device's total memory.
+        limit: the limit of this process, if lower.
+        rounding: allocated bytes divided by requested bytes.
+    """
+
+    capacity: int | None
+    may_reserve: int | None = None
+    reserved: int | None = None
+    allocated: int | None = None
+    cached: int | None = None
+    largest_free: int | None = None
+    unreserved: int | None = None
+    free_segments: int | None = None
+    free_expandable: int | None = None
+    others: int | None = None
+    device: int | None = None
+    limit: int | None = None
+    rounding: float = 1.0
+
+    @property
+    def fragments(self) -> bool:
+        """Whether memory can fragment: the caching allocator splits segments, which do not grow."""
+        return self.cached is not None and not self.free_expandable
+
+    def for_report(self) -> RoomBytes:
+        return RoomBytes(**{f"{key}_bytes" if key != "rounding" else key: value for key, value in vars(self).items()})
+
+
+def device_memory_at(failure: Failure) -> DeviceMemory:
+    """Returns the device's memory at a failure, from the counts of allocator and device."""
+    upstream = failure.upstream
+    reserved, allocated = upstream.get("reserved"), upstream.get("allocated")
+    free, total, limit = upstream.get("device_free"), upstream.get("device_total"), upstream.get("limit")
+    if reserved is None or allocated is None or free is None or total is None:
+        return DeviceMemory(capacity=failure.live_bytes if limit is None else limit, limit=limit)
+    used = allocated + (upstream.get("pending") or 0)
+    may_reserve = reserved + free if limit is None else min(limit, reserved + free)
+    rounding = max(used / max(failure.live_bytes, 1), 1.0)
+    wasted = (reserved - used) / max(reserved, 1)
+    return DeviceMemory(
+        capacity=int(may_reserve * (1 - MARGIN) * (1 - wasted) / rounding),
+        may_reserve=may_reserve,
+        reserved=reserved,
+        allocated=allocated,
+        cached=reserved - used,
+        largest_free=upstream.get("largest_free"),
+        unreserved=max(may_reserve - reserved, 0) // _BLOCK * _BLOCK,
+        free_segments=upstream.get("free_segments"),
+        free_expandable=upstream.get("free_expandable"),
+        others=max(total - free - reserved, 0),
+        device=total,
+        limit=limit if limit is not None and limit < total else None,
+        rounding=rounding,
+    )
+
+
+def is_fragmented(memory: DeviceMemory, failure: Failure) -> bool:
+    """Returns whether cached and unreserved memory would have been enough together, but no single block was."""
+    if memory.cached is None or memory.unreserved is None or memory.cached < _WORTH_A_SUGGESTION:
+        return False
+    return memory.cached + memory.unreserved >= failure.requested * memory.rounding and not memory.free_expandable
+
+
+def is_crowded_by_others(memory: DeviceMemory) -> bool:
+    """Returns whether other processes use much of the device, and no lower limit applies to this one."""
+    return (
+        memory.others is not None
+        and memory.device is not None
+        and memory.others - CONTEXT >= max(_WORTH_A_SUGGESTION, memory.device // 50)
+        and memory.may_reserve is not None
+        and (memory.limit is None or memory.may_reserve < memory.limit)
+    )

@@ -9,12 +9,10 @@ from msgspec import UNSET
 
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom import failure as failures
-from opacus_memprof.analysis.oom import history as histories
 from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits
-from opacus_memprof.analysis.oom.capacity import device_memory_at
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import Failure, sum_by
+from opacus_memprof.analysis.oom.failure import Failure, device_memory_at, read_history, sum_by
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.leftovers import find_leftovers
@@ -59,7 +57,7 @@ def build_report(
     failure = failures.read_failure(failed[-1])
     names = names or NameLists()
     names_by_id = None if replayed is None else Names(names, replayed)
-    history = histories.read_history(_device(replayed, failure.device), names_by_id, failure.step)
+    history = read_history(_device(replayed, failure.device), names_by_id, failure.step)
     waiting = {
         names.modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(names.modules)
     }

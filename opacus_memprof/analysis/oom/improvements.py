@@ -10,10 +10,8 @@ from typing import Any
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import Suggestion
-from opacus_memprof.analysis.oom.capacity import DeviceMemory
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import BlockGroup, Failure
-from opacus_memprof.analysis.oom.history import read_history
+from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, read_history
 from opacus_memprof.analysis.oom.leftovers import Leftovers
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.profiles.layer_shapes import TrainingShapes

@@ -5,11 +5,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from opacus_memprof.experiments.figures.bars import breakdown_comparison, peak_comparison
-from opacus_memprof.experiments.figures.details import detailed_analysis, operation_breakdown
-from opacus_memprof.experiments.figures.overview import analysis_overview, memory_heatmap
+from opacus_memprof.experiments.figures.bars import breakdown_comparison, peak_comparison, performance_tradeoff
+from opacus_memprof.experiments.figures.overview import (
+    analysis_overview,
+    detailed_analysis,
+    memory_heatmap,
+    operation_breakdown,
+)
 from opacus_memprof.experiments.figures.timeline import TimeAxis, timelines
-from opacus_memprof.experiments.figures.tradeoff import performance_tradeoff
 from opacus_memprof.experiments.rows import Row
 
 # By file name; a figure with {} is drawn for each row and gets the row's name.

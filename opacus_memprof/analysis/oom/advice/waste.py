@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from opacus_memprof.analysis.findings import MATERIAL, earlier_models, largest, model_of
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
-from opacus_memprof.analysis.oom.capacity import CONTEXT, MARGIN, is_crowded_by_others, is_fragmented
-from opacus_memprof.analysis.oom.failure import sum_by
+from opacus_memprof.analysis.oom.failure import CONTEXT, MARGIN, is_crowded_by_others, is_fragmented, sum_by
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
 from opacus_memprof.profiles.oom_report import Action
