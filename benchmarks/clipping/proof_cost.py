@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
-from opacus_memprof.clipping.bookkeeping.norm_checks import SumCheck
+from opacus_memprof.clipping.bookkeeping.backward_pass import SumCheck
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.arguments import is_checked
-from opacus_memprof.clipping.bookkeeping.norm_checks import NormCheck, refuse_capture
+from opacus_memprof.clipping.bookkeeping.backward_pass import NormCheck, refuse_capture
 from opacus_memprof.clipping.kernels.native import begin_tables_of_graph, end_tables_of_graph
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip

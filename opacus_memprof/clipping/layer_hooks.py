@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping.autograd_functions import CallTap, GradientTap, receive_gradient
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.forwards.arrangement import PLAIN, Arrangement, expand_over_batch
 from opacus_memprof.clipping.forwards.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
 from opacus_memprof.clipping.forwards.repetition import Call
-from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState, expand_over_batch
 from opacus_memprof.clipping.kernels.native import tap_gradient
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.errors import MemprofError

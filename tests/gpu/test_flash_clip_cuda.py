@@ -19,11 +19,10 @@ from opacus_memprof.clipping import adopt_grad_samples
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import gram as gram_triton
-from opacus_memprof.clipping.kernels import launch as launch_triton
+from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
-from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
 from opacus_memprof.clipping.kernels.norms import gram_squared_norms
-from opacus_memprof.clipping.kernels.stacks import weighted_sum_cuda
+from opacus_memprof.clipping.kernels.stacks import group_norm_gradients_cuda, weighted_sum_cuda
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms, pop_small_sums
@@ -176,12 +175,12 @@ def test_a_launch_passes_what_tritons_own_passes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CudaLauncher, "__call__", noted)
     x, g = torch.randn(2, 3, 12, 5, 7, device="cuda")
     for _ in range(2):
-        launch_triton._compiled.clear()  # the next launches are Triton's own
+        native._compiled.clear()  # the next launches are Triton's own
         for _ in range(2):
             group_norm_gradients_cuda(x, g, 4, 1e-5)
             gram_squared_norms_cuda(g.flatten(2), x.flatten(2).mT)
             weighted_sum_cuda(x.flatten(1)[:1], torch.rand(1, device="cuda"), torch.float32)
-        assert len(launch_triton._compiled) == 4  # of Gram norms two
+        assert len(native._compiled) == 4  # of Gram norms two
     assert passed[:4] == passed[4:8] == passed[8:12] == passed[12:]
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels import gram as gram_triton
-from opacus_memprof.clipping.kernels import group_norm as group_norm_triton
 from opacus_memprof.clipping.kernels import lost as lost_triton
 from opacus_memprof.clipping.kernels import stacks as stacks_triton
 from tests.integration.clipping_by_hand import Batch, difference
@@ -67,7 +66,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts: dict[str, int] = {}
     for module, name in (
         (gram_triton, "gram_squared_norms_of_layers"),
-        (group_norm_triton, "group_norm_gradients_cuda"),
+        (stacks_triton, "group_norm_gradients_cuda"),
         (lost_triton, "add_products_cuda"),
         (stacks_triton, "squared_norms_cuda"),
         (stacks_triton, "weighted_sums_cuda"),

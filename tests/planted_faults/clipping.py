@@ -273,7 +273,7 @@ FAULTS = [
     ),
     Fault(
         "net_tolerance",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "_TOLERANCE = 1e-3",
         "_TOLERANCE = 1e3",
         "The net lets a sum pass that is a thousand times too large.",
@@ -281,7 +281,7 @@ FAULTS = [
     ),
     Fault(
         "net_counts_one_sample_more",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "return Limit(samples, samples * rule.bound,",
         "return Limit(samples, (samples + 1) * rule.bound,",
         "The net allows one bound more than there are samples.",
@@ -289,7 +289,7 @@ FAULTS = [
     ),
     Fault(
         "net_sees_one_parameter",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "if most else [(total, limit.total)]",
         "if most else [(max(norms), limit.total)]",
         "The net compares the largest parameter's norm with the limit of all.",
@@ -297,7 +297,7 @@ FAULTS = [
     ),
     Fault(
         "net_limit_of_parameters",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "[samples * bound for bound in rule.bounds]",
         "[samples * rule.bound for _ in rule.bounds]",
         "With per_layer the net allows each parameter the bound of all.",
@@ -305,7 +305,7 @@ FAULTS = [
     ),
     Fault(
         "net_forgets_earlier_parts",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "self.total += other.total",
         "self.total = other.total",
         "The net refuses a step whose batch came in several parts.",
@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "net_passes_infinity",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "            if not math.isfinite(norm):",
         "            if False:",
         "A sum that has overflowed is taken.",
@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "norms_one_finite_is_enough",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "torch.isfinite(self.norms).all()",
         "torch.isfinite(self.norms).any()",
         "A batch with NaN in one sample is taken.",

@@ -266,7 +266,7 @@ FAULTS = [
     ),
     Fault(
         "gram_cancellation_is_not_seen",
-        "kernels/norm_bounds.py",
+        "kernels/norms.py",
         "(norms >= least) & (norms < math.inf)",
         "(norms >= 0) & (norms < math.inf)",
         "A norm whose terms cancel is taken as it is.",
@@ -274,7 +274,7 @@ FAULTS = [
     ),
     Fault(
         "gram_underflow_is_not_seen",
-        "kernels/norm_bounds.py",
+        "kernels/norms.py",
         "return torch.finfo(dtype).tiny / _ERROR[dtype]",
         "return 0.0",
         "A norm whose products underflow is zero, and its factor one.",
@@ -282,7 +282,7 @@ FAULTS = [
     ),
     Fault(
         "sums_that_cancel_are_rounded",
-        "kernels/norm_bounds.py",
+        "kernels/norms.py",
         "    if not (rounding > squares.sqrt()).any():",
         "    if True:",
         "Sums of tokens that cancel are formed in float32, and exceed the bound.",
@@ -306,7 +306,7 @@ FAULTS = [
     ),
     Fault(
         "time_first_is_batch_first",
-        "forwards/arrangement.py",
+        "forwards/state.py",
         "return x.movedim(1, 0).unsqueeze(2)",
         "return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).unsqueeze(2)",
         "Tokens are counted to other samples where the tokens come first.",
@@ -314,7 +314,7 @@ FAULTS = [
     ),
     Fault(
         "folded_rows_of_other_samples",
-        "forwards/arrangement.py",
+        "forwards/state.py",
         "return x.reshape(rows, batch, *x.shape[1:]).transpose(0, 1)",
         "return x.reshape(batch, rows, *x.shape[1:])",
         "Rows that are folded into the batch with the tokens first are counted to other samples.",

@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "noise_of_the_newest_part",
-        "bookkeeping/norm_checks.py",
+        "bookkeeping/backward_pass.py",
         "self.bound = max(self.bound, other.bound)",
         "self.bound = other.bound",
         "The noise is in proportion to the bound of the last part of a batch.",
@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_noise_of_the_sum",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "(2 * self.unclipped_num_std) ** (-2)",
         "self.unclipped_num_std ** (-2)",
         "The noise of the sum leaves another room for the noise of the count than the paper.",
@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_count_without_noise",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "std=self.unclipped_num_std, reference=count",
         "std=0.0, reference=count",
         "The number of unclipped samples moves the bound without noise.",
@@ -125,7 +125,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_leaves_its_range",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "min(max(bound, self.min_clipbound), self.max_clipbound)",
         "bound",
         "The adaptive bound leaves the range that was asked for.",
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_moves_the_other_way",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "change = -self.clipbound_learning_rate",
         "change = self.clipbound_learning_rate",
         "The adaptive bound grows where too many samples are unclipped.",
@@ -141,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_count_of_skipped_steps_is_lost",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "        super().zero_grad(set_to_none)\n        if not self._is_last_step_skipped:\n",
         "        super().zero_grad(set_to_none)\n        if True:\n",
         "With physical batches only the samples of the last one move the adaptive bound.",
@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_bound_moves_in_skipped_steps",
-        "optimizers/adaptive.py",
+        "optimizers/__init__.py",
         "        if not super().pre_step():\n            return False\n        self.update_max_grad_norm()",
         "        is_step = super().pre_step()\n        self.update_max_grad_norm()\n"
         "        if not is_step:\n            return False",

@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "sums_tolerance",
-        "proof/autograd_sums.py",
+        "proof/by_hand.py",
         "elif error > precision(dtype, parameter) * norm",
         "elif error > 1e6 * precision(dtype, parameter) * norm",
         "Gradients that are off by less than themselves are accepted.",
@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_of_users_are_left_out",
-        "proof/program_context.py",
+        "proof/model_state.py",
         "        output = output if changed is None else changed",
         "        output = output",
         "What a hook on the model makes of its output is not proved.",

@@ -20,16 +20,16 @@ from opacus_memprof.clipping.kernels.gram import (
     gram_squared_norms_of_layers,
     replace_lost_norms_cuda,
 )
-from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
 from opacus_memprof.clipping.kernels.noise import add_normals
 from opacus_memprof.clipping.kernels.stacks import (
     TYPES,
+    group_norm_gradients_cuda,
     scale_cuda,
     squared_norms_cuda,
     weighted_sum_cuda,
     weighted_sums_cuda,
 )
-from opacus_memprof.clipping.layers import KeptTensors, base, matrix, normalization, shared, small_layers
+from opacus_memprof.clipping.layers import KeptTensors, base, linear, normalization, shared, small_layers
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.layers.small_layers import pop_small_sums
 from opacus_memprof.clipping.workspace import Workspace
@@ -65,7 +65,7 @@ def test_gram_kernel_on_slices_and_empty_batches() -> None:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose norms and sums are found by the kernels clips as by hand."""
-    for module in (norms, sums, base, matrix, normalization, small_layers, shared):
+    for module in (norms, sums, base, linear, normalization, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     launched = count_launches(monkeypatch)
     assert float32_difference(name, "cpu") < 1e-4
@@ -74,7 +74,7 @@ def test_a_step_with_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["bottlenecks", "convnet"])  # of which a pair is not smaller than the gradient
 def test_a_step_of_a_single_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (norms, sums, base, matrix, normalization, small_layers, shared):
+    for module in (norms, sums, base, linear, normalization, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     scaled: list[int] = []
     scale = stacks_triton.scale_cuda

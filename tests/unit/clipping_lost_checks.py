@@ -15,7 +15,7 @@ from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import norms, sums
 from opacus_memprof.clipping.kernels.lost import add_products_cuda, add_rows_cuda
-from opacus_memprof.clipping.layers import LAYERS, Layer, base, matrix, shared, small_layers
+from opacus_memprof.clipping.layers import LAYERS, Layer, base, linear, shared, small_layers
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace
@@ -42,7 +42,7 @@ def rounded_products(pairs: Any, factors: torch.Tensor, most: int) -> list[torch
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels and sums of CUDA with TF32."""
-    for module in (norms, sums, base, matrix, small_layers, shared):
+    for module in (norms, sums, base, linear, small_layers, shared):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype in (torch.float32, torch.float16))
     for module in (base, shared):
         monkeypatch.setattr(module, "pair_for_sums", lambda x, g, *_: (x, g))

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.state import Arrangement
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels import norms
-from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, matrix, normalization
+from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, linear, normalization
 from opacus_memprof.clipping.workspace import Workspace
 
 WORKSPACE = Workspace.from_mib(64)
@@ -48,7 +48,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     if request.param == "cpu":
         return
-    for module in (norms, matrix, normalization):
+    for module in (norms, linear, normalization):
         monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype == torch.float32)
     monkeypatch.setattr(
         convolution,
@@ -56,7 +56,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         lambda g, a, workspace, lost=None: norms._tiled_squared_norms(g, a, workspace),
     )
     kernel = SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients)
-    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.kernels.group_norm", kernel)
+    monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.kernels.stacks", kernel)
 
 
 def group_norm_gradients(

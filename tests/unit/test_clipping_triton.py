@@ -134,8 +134,8 @@ def test_the_noise_kernel_compiles_for_the_h200(element: str, by_power_of_2: boo
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
 def test_the_group_norm_kernel_compiles_for_the_h200(element: str, tokens: int) -> None:
-    from opacus_memprof.clipping.kernels import group_norm as group_norm_triton
+    from opacus_memprof.clipping.kernels import stacks as stacks_triton
 
     signature = {"x": f"*{element}", "g": f"*{element}", "weight": "*fp32", "bias": "*fp32", "eps": "fp32"}
     constants = {"CHANNELS": 2048 // tokens, "TOKENS": tokens}
-    assert _compile(group_norm_triton.group_gradients, signature, constants, 8).asm["cubin"]
+    assert _compile(stacks_triton.group_gradients, signature, constants, 8).asm["cubin"]

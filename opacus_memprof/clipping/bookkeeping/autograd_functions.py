@@ -14,8 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
 from opacus_memprof.clipping.forwards.repetition import Call
+from opacus_memprof.clipping.forwards.state import Arrangement
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.errors import MemprofError
 

@@ -19,9 +19,8 @@ from torch import nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.forwards.arrangement import Arrangement, expand_over_batch
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
-from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
+from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState, expand_over_batch
 from opacus_memprof.clipping.workspace import slices
 
 Way = Literal["vmap", "loop", "whole"]

@@ -21,8 +21,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.kernels.launch import launch
-from opacus_memprof.clipping.kernels.native import reserve_normal
+from opacus_memprof.clipping.kernels.native import launch, reserve_normal
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _BLOCK = 512  # threads of torch whose numbers one program draws

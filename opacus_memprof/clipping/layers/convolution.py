@@ -17,8 +17,7 @@ from opacus_memprof.clipping.cost import Choice, Unfolding
 from opacus_memprof.clipping.kernels.native import unfold
 from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.layers.linear import autocast_input
-from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.layers.linear import MatrixLayer, Sizes, autocast_input
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
 

@@ -1,13 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.Linear, with any number of dimensions between the batch and the features."""
+"""nn.Linear, and the base class of all layers whose weight gradient is a matrix product.
+
+These are linear layers, with any number of dimensions between the batch and the features, and convolutions, whose input
+is unfolded.
+"""
+
+from typing import NamedTuple
 
 import torch
 
-from opacus_memprof.clipping.cost import Choice
-from opacus_memprof.clipping.kernels.norms import gradient_squared_norms, gram_squared_norms
+from opacus_memprof.clipping.cost import Choice, choose
+from opacus_memprof.clipping.kernels.norms import (
+    gradient_squared_norms,
+    gram_squared_norms,
+    has_kernels,
+    is_small,
+    squared_norms_unless_deferred,
+)
 from opacus_memprof.clipping.kernels.sums import products, sum_outer_products, sum_products
-from opacus_memprof.clipping.layers.matrix import MatrixLayer, Sizes
+from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
+
+
+class Sizes(NamedTuple):
+    """The sizes of the products [samples groups, rows, tokens] @ [samples groups, tokens, columns]."""
+
+    samples: int
+    groups: int
+    tokens: int
+    rows: int
+    columns: int
+
+
+class MatrixLayer(Layer):
+    """A layer whose weight gradient is a matrix product."""
+
+    owns_weight_gradients = True
+
+    def sizes(self, x: torch.Tensor, g: torch.Tensor) -> Sizes:
+        """Returns the sizes of the product."""
+        raise NotImplementedError
+
+    def operands(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the operands of the weight gradients, [B groups, rows, tokens] and [B groups, tokens, columns].
+
+        There must be at least one sample and one token.
+        """
+        raise NotImplementedError
+
+    def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
+        """Returns whether `operands` are views."""
+        raise NotImplementedError
+
+    def fits(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
+        """Returns whether the copies that `operands` makes fit into the workspace."""
+        return True
+
+    def outer(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the tensors, [B, ..., rows] and [B, ..., columns], whose outer products give the weight's gradient.
+
+        The gradient is the sum over tokens. Returns None if the tensors would have to be copied.
+        """
+        raise NotImplementedError
+
+    def defers_norms(self, x: torch.Tensor, g: torch.Tensor, choice: Choice) -> bool:
+        if choice.norm != "gram" or x.dtype != g.dtype or g.numel() == 0 or not self.has_views(x, g):
+            return False
+        return has_kernels(g) if self.sizes(x, g).tokens > 1 else is_small(x) and is_small(g)
+
+    def choose(self, x: torch.Tensor, g: torch.Tensor, keep: bool) -> Choice:
+        size = self.sizes(x, g)
+        return choose(
+            size.samples * size.groups,
+            size.tokens,
+            size.rows,
+            size.columns,
+            g.element_size(),
+            pair_elements=x.numel() + g.numel(),
+            keep=keep,
+        )
+
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
+        weight = self.module._parameters["weight"]
+        if weight is None or not weight.requires_grad:
+            return None
+        if kept.pair is not None and kept.norms[weight] is None:
+            return self._keep_pair
+        if x.dtype != g.dtype or g.numel() == 0 or not self.fits(x, g, workspace):
+            return None
+        return self._keep_gradients if kept.pair is None else self._keep_pair_with_norms
+
+    def _keep_pair(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the pair, and defers the weight's norms."""
+        kept = self._keep_bias(x, g, workspace)
+        kept.pair = (x, g)
+        kept.norms[self.weight()] = None
+        return kept
+
+    def _keep_pair_with_norms(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the pair, and computes the norms that are not deferred."""
+        kept, choice = self._keep_bias(x, g, workspace), self._choice(x, g, keep=True)
+        assert choice is not None
+        self._keep_norms(kept, x, g, choice, workspace)
+        return kept
+
+    def _keep_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Keeps the per-sample gradients, and defers the norms of small ones."""
+        kept, weight = self._keep_bias(x, g, workspace), self.weight()
+        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
+        kept.norms[weight] = squared_norms_unless_deferred(stack)
+        return kept
+
+    def _keep_bias(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        bias = self.module._parameters.get("bias")
+        if bias is None or not bias.requires_grad:
+            return KeptTensors()
+        return keep_stacks({bias: self.small_gradients(x, g, workspace)["bias"]})
 
 
 def autocast_input(x: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ class GroupNormLayer(Layer):
         dtype = accumulation_dtype(g.dtype)
         channels, groups = self.module.num_channels, self.module.num_groups
         if x is not None and self.is_trainable("weight") and self._has_kernel(x, g):
-            from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
+            from opacus_memprof.clipping.kernels.stacks import group_norm_gradients_cuda
 
             weight, bias = group_norm_gradients_cuda(x, g, groups, self.module.eps)
             return {"weight": weight, **({"bias": bias} if self.is_trainable("bias") else {})}
@@ -159,7 +159,7 @@ class GroupNormLayer(Layer):
 
     def _keep_stacks(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """Keeps the per-sample gradients, which one kernel computes, and defers all norms."""
-        from opacus_memprof.clipping.kernels.group_norm import group_norm_gradients_cuda
+        from opacus_memprof.clipping.kernels.stacks import group_norm_gradients_cuda
 
         gradients = group_norm_gradients_cuda(x, g, self.module.num_groups, self.module.eps)
         own = zip(self.module._parameters.values(), gradients, strict=True)

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
-from opacus_memprof.clipping.kernels.norm_bounds import least_product, product_squared_norms
-from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
+from opacus_memprof.clipping.kernels.norms import has_kernels, is_small, least_product, product_squared_norms
 from opacus_memprof.clipping.kernels.sums import add_lost, scale_single_samples
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
-from opacus_memprof.clipping.layers.matrix import MatrixLayer
+from opacus_memprof.clipping.layers.linear import MatrixLayer
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES, Workspace, batches, sum_dtype
 
 # Limit on sums that are formed at once, while their kept tensors still exist. Also the limit on a single sample's

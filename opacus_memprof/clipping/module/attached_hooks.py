@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.proof.program_context import run_hooks, run_pre_hooks
+from opacus_memprof.clipping.proof.model_state import run_hooks, run_pre_hooks
 from opacus_memprof.errors import MemprofError
 
 

@@ -14,8 +14,7 @@ from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model
-from opacus_memprof.clipping.layers.sharded import refuse_context_parallel
+from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model, refuse_context_parallel
 from opacus_memprof.clipping.module.calls import Call, batch_size
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from opacus_memprof.clipping.agreement import inner_model, let_reducer_run
 from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, check_nonfinite, check_passes
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
+from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.bookkeeping.norm_checks import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.forwards.state import RandomState

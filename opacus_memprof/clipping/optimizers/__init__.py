@@ -1,11 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of flash_clip: on one device, with an adaptive bound, under DDP and under FSDP2."""
 
-from opacus_memprof.clipping.optimizers.adaptive import DPOptimizerFlashClipAdaptive
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import AdaClipDPOptimizer
+from opacus.optimizers import optimizer as opacus_optimizer
+
 from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.errors import MemprofError
+
+
+class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  # type: ignore[misc]
+    """The optimizer of clipping="adaptive" (Andrew et al. 2021, arXiv 1905.03871).
+
+    It takes the same arguments and updates the bound in the same way as opacus.optimizers.AdaClipDPOptimizer.
+    """
+
+    _is_alone = False  # samples are counted between clipping and noise
+    sample_size: int
+    unclipped_num: Any
+
+    def clip_and_accumulate(self) -> None:
+        """Does what DPOptimizerFlashClip.clip_and_accumulate does; also counts the samples that are not clipped."""
+        super().clip_and_accumulate()
+        self.sample_size += self.bookkeeping.samples_in_last_step
+        self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
+
+    def noise_std(self) -> float:
+        """Returns the standard deviation of the noise, reduced to allow for the noise of the count.
+
+        See Theorem 1 of the paper.
+        """
+        if self.noise_multiplier == 0:
+            return 0.0
+        rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
+        return float(rest ** (-1 / 2) * self.noise_bound())
+
+    def add_noise(self, divisor: float = 1) -> None:
+        """Adds noise to the sums and to the count, and divides the sums."""
+        super().add_noise(divisor)
+        count = torch.as_tensor(self.unclipped_num, dtype=torch.float)
+        self.unclipped_num = float(count) + opacus_optimizer._generate_noise(
+            std=self.unclipped_num_std, reference=count, generator=self.generator
+        )
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Does what DPOptimizerFlashClip.pre_step does; also updates the bound unless the step is skipped."""
+        if not super().pre_step():
+            return False
+        self.update_max_grad_norm()
+        return True
+
+    def update_max_grad_norm(self) -> None:
+        """Updates the bound from the noisy fraction of samples that are not clipped.
+
+        The update is that of AdaClipDPOptimizer.update_max_grad_norm. A step without samples keeps the bound.
+        """
+        if not self.sample_size:
+            return
+        fraction = float(self.unclipped_num) / self.sample_size
+        change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
+        bound = self.max_grad_norm * math.exp(min(change, 700.0))  # larger numbers would overflow
+        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does what DPOptimizerFlashClip.zero_grad does; also resets the count, except between physical batches."""
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            self.sample_size = self.unclipped_num = 0
 
 
 def optimizer_class(clipping: str, distributed: bool, is_sharded: bool = False) -> type[DPOptimizerFlashClip]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.bookkeeping.norm_checks import Limit
+from opacus_memprof.clipping.bookkeeping.backward_pass import Limit
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.errors import MemprofError

@@ -11,7 +11,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.bookkeeping.norm_checks import Limit, SumCheck, refuse_capture
+from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import gaussian as noise
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.workspace import batches, is_low_precision

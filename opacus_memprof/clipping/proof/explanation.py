@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
+from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
+from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.outputs import as_output
 from opacus_memprof.clipping.proof.perturbation import has_samples
@@ -81,7 +80,7 @@ class RecordedForward:
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
-    def add_gradients(self, total: Gradients, weights: torch.Tensor) -> None:
+    def add_gradients(self, total: GradientSums, weights: torch.Tensor) -> None:
         """Adds the gradients of parameters from the outputs alone, by plain autograd.
 
         Args:
@@ -94,7 +93,7 @@ class RecordedForward:
         for n in slices(self.batch, max(1, size)):
             self._add_part(n, total, weights)
 
-    def _add_part(self, n: slice, total: Gradients, weights: torch.Tensor) -> None:
+    def _add_part(self, n: slice, total: GradientSums, weights: torch.Tensor) -> None:
         leaves, structure = tree_flatten((self.args, self.kwargs))
         is_whole = (n.start, n.stop) == (0, self.batch)
         args, kwargs = tree_unflatten(
@@ -159,8 +158,8 @@ def check_explained(
         return  # already clipped sums of a loss that all samples share: samples cannot be distinguished
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 
-    def autograd(scale: float) -> Gradients:
-        total: Gradients = dict.fromkeys(names)
+    def autograd(scale: float) -> GradientSums:
+        total: GradientSums = dict.fromkeys(names)
         for forward in recorded:
             forward.add_gradients(total, weights * scale)
         return total

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
+from opacus_memprof.clipping.forwards.state import Arrangement
 
 _DEPTH = 4
 

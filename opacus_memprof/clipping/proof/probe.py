@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.forwards.arrangement import CANDIDATES, Arrangement
 from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
+from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.layers.sharded import refuse_repetition
+from opacus_memprof.clipping.layers.registry import LayerRegistry, refuse_repetition
 from opacus_memprof.clipping.proof.sample_forwards import (
     SAMPLES,
     SIZE,

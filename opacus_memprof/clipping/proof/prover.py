@@ -19,12 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
+from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
-from opacus_memprof.clipping.proof.autograd_sums import Gradients, add_gradients, wrong_sums
+from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
 from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
 from opacus_memprof.clipping.proof.recorder import (
@@ -328,12 +327,12 @@ class Prover:
                 doubts.setdefault(layer, Doubt(layer, reason, moves=False))
         return list(doubts.values())
 
-    def _autograd(self, leaves: list[Any], structure: Any, weights: torch.Tensor) -> Gradients:
+    def _autograd(self, leaves: list[Any], structure: Any, weights: torch.Tensor) -> GradientSums:
         program = self.program
         with self._running(RowRecorder(self.workspace)), program.hooks.off():
             outputs, wheres = self._outputs(leaves, structure)
             given = cotangents(outputs, wheres, program.drawn, weights, True)
-            total: Gradients = dict.fromkeys(program.trained)
+            total: GradientSums = dict.fromkeys(program.trained)
             add_gradients(outputs, given, total)
             return total
 

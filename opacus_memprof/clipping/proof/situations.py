@@ -15,16 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.agreement import Agreement, Lockstep
 from opacus_memprof.clipping.arguments import Check, has_sums_checked
-from opacus_memprof.clipping.forwards.arrangement import Arrangement
-from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
+from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.model_state import Arguments
+from opacus_memprof.clipping.proof.model_state import Arguments, without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
-from opacus_memprof.clipping.proof.program_context import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.summary import release
