@@ -266,7 +266,7 @@ FAULTS = [
     ),
     Fault(
         "gram_cancellation_is_not_seen",
-        "kernels/norms.py",
+        "kernels/norm_bounds.py",
         "(norms >= least) & (norms < math.inf)",
         "(norms >= 0) & (norms < math.inf)",
         "A norm whose terms cancel is taken as it is.",
@@ -274,7 +274,7 @@ FAULTS = [
     ),
     Fault(
         "gram_underflow_is_not_seen",
-        "kernels/norms.py",
+        "kernels/norm_bounds.py",
         "return torch.finfo(dtype).tiny / _ERROR[dtype]",
         "return 0.0",
         "A norm whose products underflow is zero, and its factor one.",
@@ -282,7 +282,7 @@ FAULTS = [
     ),
     Fault(
         "sums_that_cancel_are_rounded",
-        "kernels/norms.py",
+        "kernels/norm_bounds.py",
         "    if not (rounding > squares.sqrt()).any():",
         "    if True:",
         "Sums of tokens that cancel are formed in float32, and exceed the bound.",

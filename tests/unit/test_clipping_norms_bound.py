@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms, lost_digits
+from opacus_memprof.clipping.kernels.norm_bounds import lost_digits
+from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer

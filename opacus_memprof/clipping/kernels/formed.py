@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms on CUDA: from Gram tiles where these are accurate, otherwise from gradients.
 
-The device decides whether a sample's norm is accurate (see norms.py), so the host does not wait. Programs of
+The device decides whether a sample's norm is accurate (see norm_bounds.py), so the host does not wait. Programs of
 accurate samples end at once. Other programs form blocks of the sample's gradient in float64. There are no atomics: each
 program writes one number. Imported only for CUDA tensors.
 """

@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.kernels.formed import norms_of_layer_cuda, norms_of_layers_cuda
 from opacus_memprof.clipping.kernels.native import address_table, launch
-from opacus_memprof.clipping.kernels.norms import least_product, least_share
+from opacus_memprof.clipping.kernels.norm_bounds import least_product, least_share
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _MOST_PROGRAMS = 65535  # limit of the third dimension of a launch

@@ -4,7 +4,7 @@
 The product that forms a clipped sum rounds `factor * g` to float32, and to TF32 or two numbers of bfloat16. Where the
 tokens of a sample cancel, this changes its gradient. Such samples have factor 0 in that product. Here their gradients
 are formed in float64 and added, sample by sample and always in the same order. The device knows which samples these are
-(see norms.py), so the host does not wait. If there are none, the programs end at once. Imported only for CUDA
+(see norm_bounds.py), so the host does not wait. If there are none, the programs end at once. Imported only for CUDA
 tensors.
 """
 

@@ -12,7 +12,8 @@ import torch
 
 from opacus_memprof.clipping.cost import choose, copied_numbers
 from opacus_memprof.clipping.kernels import native
-from opacus_memprof.clipping.kernels.norms import has_kernels, matrix, uses_tf32
+from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
+from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
 from opacus_memprof.clipping.workspace import Workspace, is_low_precision, slices, sum_dtype
 
 

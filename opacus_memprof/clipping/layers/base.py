@@ -12,12 +12,8 @@ from torch import nn
 
 from opacus_memprof.clipping.agreement import computing_device
 from opacus_memprof.clipping.cost import Choice
-from opacus_memprof.clipping.kernels.norms import (
-    has_kernels,
-    pair_for_sums,
-    squared_norms,
-    squared_norms_unless_deferred,
-)
+from opacus_memprof.clipping.kernels.norm_bounds import pair_for_sums
+from opacus_memprof.clipping.kernels.norms import has_kernels, squared_norms, squared_norms_unless_deferred
 from opacus_memprof.clipping.kernels.sums import scale_single_samples, sum_stack
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError

@@ -9,7 +9,7 @@ from torch import nn
 
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.cost import Choice, Cost
-from opacus_memprof.clipping.kernels.norms import has_digits
+from opacus_memprof.clipping.kernels.norm_bounds import has_digits
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 

@@ -6,7 +6,7 @@ of gradients is not the sum of their norms: `|G + H|^2 = |G|^2 + 2 <G, H> + |H|^
 treated as one use with the tokens of all; likewise uses by embeddings. The product of an embedding's gradient `sum_t
 e(i_t) d_t^T` (indices i, output gradients d) and a linear layer's `sum_u g_u a_u^T` is `sum_{t,u} g_u[i_t] (d_t .
 a_u)`, which is computed in tiles, like the norms. Where the three terms cancel, the norm is computed from the gradient
-instead (see kernels/norms.py).
+instead (see kernels/norm_bounds.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.kernels.norms import (
-    has_kernels,
-    is_below,
-    least_product,
-    least_share,
-    pair_for_sums,
-    replace_lost_norms,
-    squared_norms,
-)
+from opacus_memprof.clipping.kernels.norm_bounds import is_below, least_product, least_share, pair_for_sums
+from opacus_memprof.clipping.kernels.norms import has_kernels, replace_lost_norms, squared_norms
 from opacus_memprof.clipping.kernels.sums import sum_stack
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.base import KeptTensors, split_factors

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels.native import group_alike, squared_norms_cpu, sum_outer_products, weighted_sums_cpu
-from opacus_memprof.clipping.kernels.norms import has_kernels, is_small, least_product, product_squared_norms
+from opacus_memprof.clipping.kernels.norm_bounds import least_product, product_squared_norms
+from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.kernels.sums import add_lost, scale_single_samples
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.base import SplitFactors, split_factors
