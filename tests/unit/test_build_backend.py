@@ -4,11 +4,13 @@
 import base64
 import hashlib
 import importlib.util
+import re
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS, VERSION
 
@@ -142,6 +144,24 @@ def test_what_users_install_has_floors() -> None:
     extras = {name: wanted for name, wanted in PROJECT["optional-dependencies"].items() if name not in ("test", "docs")}
     for wanted in [PROJECT["dependencies"], *extras.values()]:
         assert all(">=" in one for one in wanted if not one.startswith("opacus-memprof["))
+
+
+def test_the_recipe_for_conda_forge_has_the_version_and_requirements_of_the_package() -> None:
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    assert recipe["context"]["version"] == VERSION
+
+    def as_conda_has_them(requirements: list[str]) -> set[str]:
+        spaced = (re.sub(r"(?<=[\w-])(?=[<>=])", " ", requirement, count=1) for requirement in requirements)
+        return {requirement.replace("nlohmann-json", "nlohmann_json") for requirement in spaced}
+
+    needed = recipe["requirements"]
+    assert set(needed["run"]) == as_conda_has_them(PROJECT["dependencies"]) | {"python", "pytorch"}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    host = {line for line in [*needed["build"], *needed["host"]] if isinstance(line, str) and "$" not in line}
+    assert host == as_conda_has_them(build) | {"python", "pip", "pytorch"}
+    assert needed["run_constraints"] == [f"opacus >={LOWEST_OPACUS}"]
+    assert recipe["about"]["license"] == PROJECT["license"]
+    assert recipe["about"]["summary"] == PROJECT["description"]
 
 
 def wheel(folder: Path, torch: str, cuda: str | None, **other: str) -> Path:

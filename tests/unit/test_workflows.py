@@ -49,5 +49,11 @@ def test_only_a_tag_is_published() -> None:
         assert name == "pypi" or job.get("needs") == "pypi" or "permissions" not in job
 
 
+def test_wheels_have_every_supported_torch_with_cuda_and_without() -> None:
+    (step,) = (step for step in WORKFLOWS["release"]["jobs"]["wheels"]["steps"] if "make wheels" in step.get("run", ""))
+    minors = [f"{minor}.0{build}" for minor in TORCH_MINORS for build in ("", "+cpu")]
+    assert step["env"]["WHEEL_TORCHES"].split() == minors
+
+
 def test_every_supported_torch_is_tried_each_night() -> None:
     assert WORKFLOWS["nightly"]["jobs"]["torch"]["strategy"]["matrix"]["minor"] == list(TORCH_MINORS)
