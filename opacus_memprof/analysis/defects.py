@@ -331,7 +331,20 @@ def _where(site: GrowthSite) -> str:
     return f"{site.phase}{op}{module}"
 
 
-# Defects that make a run fail or break its privacy guarantee come first.
+# The kinds of findings that make a run fail, or break its privacy guarantee.
+DEFECTS = (
+    "training_is_not_private",
+    "stale_norm_samples",
+    "different_numbers_of_samples",
+    "missing_per_sample_gradients",
+    "accumulated_per_sample_gradients",
+    "outputs_changed_in_place",
+    "captures_without_backward",
+    "checkpoint_captures",
+    "growing_memory",
+)
+
+# Defects come first.
 DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     training_is_not_private,
     stale_norm_samples,
@@ -345,6 +358,7 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     findings.frozen_per_sample_gradients,
     findings.unused_per_sample_gradients,
     findings.per_sample_gradients_in_forward,
+    findings.graphs_without_backward,
     findings.discarded_gradients,
     findings.copied_per_sample_gradients,
     findings.noise_allocated_twice,

@@ -211,6 +211,28 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
             )
 
 
+def graphs_without_backward(run: Run) -> Iterator[Finding]:
+    """Finds forward passes in the mode no_op whose activations are still live when the optimizer steps.
+
+    In this mode, torch.func computes the gradients in a forward pass of its own, and detaches its results.
+    """
+    for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
+        clip = entry.phases.get("clip")
+        size = 0 if clip is None else clip.categories.get("activations", 0)
+        if run.is_material(device, size):
+            yield Finding(
+                "graphs_without_backward",
+                "",
+                size,
+                f"{format_bytes(size)} of activations on {device} were still live when the optimizer stepped: a "
+                "forward pass outside of torch.func recorded a graph, and no backward pass follows it",
+                "call the model under torch.no_grad() where only its outputs are needed, as for the accuracy; or "
+                "return them from the function that is differentiated, with torch.func.grad_and_value(..., "
+                "has_aux=True)",
+                device=device,
+            )
+
+
 _LATER_MODEL = re.compile(r"^(\w+#(\d+))(?:\.|$)")
 
 

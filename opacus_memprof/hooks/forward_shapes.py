@@ -315,6 +315,8 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         shapes.unreleased.clear()
     if torch.is_grad_enabled():
         shapes.unreleased.append(samples)
+        if shapes.mode == "no_op" and torch._C._functorch.peek_interpreter_stack() is None:  # not in torch.func
+            observations.record("no_op_graphs", 0, 0)
     if not batches or batches[-1][1] != samples:
         batches.append((native.step()[0], samples))
     model.remove_probes()  # the previous forward pass may have raised

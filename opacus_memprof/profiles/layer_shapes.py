@@ -53,6 +53,7 @@ class CaptureShape:
         element_bytes: bytes of an element of the output.
         from_leaf: whether the input needs no gradient.
         layout_copied: whether a convolution's library uses another memory layout than its tensors have.
+        is_bfloat16: whether the output is of this type.
         calls: calls of the module in one forward pass, over which tokens and bytes are added up.
     """
 
@@ -63,6 +64,7 @@ class CaptureShape:
     element_bytes: int
     from_leaf: bool
     layout_copied: bool = False
+    is_bfloat16: bool = False
     calls: int = 1
 
     def with_call(self, other: "CaptureShape") -> "CaptureShape":

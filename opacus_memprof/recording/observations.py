@@ -8,6 +8,8 @@ latest of several), so their number is bounded by the number of modules.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.recording import native
 
@@ -36,6 +38,13 @@ def clear() -> None:
 def layer_shapes() -> TrainingShapes:
     """Returns the layer shapes of the running session, or of the latest one if none is running."""
     return _layer_shapes
+
+
+def record_gpu(device: Any) -> None:
+    """Records what layer_shapes has about a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    layer_shapes().multiprocessors = properties.multi_processor_count
+    layer_shapes().has_bfloat16 = properties.major >= 8  # earlier ones have no kernels for it
 
 
 def record(kind: str, module: int, bytes: int, **details: Any) -> None:

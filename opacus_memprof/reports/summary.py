@@ -7,6 +7,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from opacus_memprof.analysis.defects import DEFECTS
 from opacus_memprof.analysis.job_view import JobView
 from opacus_memprof.analysis.profile_view import DeviceView, ProfileView, largest_first, unattributed_parts
 from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
@@ -111,6 +113,10 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
     if profile.status == "running":
         console.print(tr("The figures are those so far."), style="yellow")
     failed = view.out_of_memory if profile.status == "out_of_memory" else None
+    defects = [finding for finding in profile.findings if finding.kind in DEFECTS]
+    _print_findings(defects, console, evidence=True)
+    if defects:
+        console.print()
     if failed is not None:
         if not has_shown_failure:
             print_failure(failed, console)
@@ -123,7 +129,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
             print_verdict(verdict, console)
             if device.failure:
                 console.print(f"[red]{tr('out of memory')}:[/] {escape(device.failure)}", highlight=False)
-    _print_findings(profile.findings, console)
+    _print_findings([finding for finding in profile.findings if finding.kind not in DEFECTS], console)
     if failed is None:
         for device in view.devices.values():
             _print_held(tr("AT THE PEAK"), device.device.peak.categories, device.device.peak.requested_bytes, console)
@@ -132,8 +138,9 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
             _print_phases(device, console)
     _print_checks(view, console)
     print_warnings(profile.warnings, console)
-    for sentence in view.privacy:
-        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}", highlight=False)
+    for sentence, count in Counter(view.privacy).items():
+        times = f" (×{count})" if count > 1 else ""  # noqa: RUF001
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}{times}", highlight=False)
 
 
 def print_failure(report: OomReport, console: Console) -> None:
@@ -186,8 +193,8 @@ def format_verdict(verdict: VerdictView, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Prints the remedies, one for each kind of finding."""
+def _print_findings(findings: Sequence[Finding], console: Console, *, evidence: bool = False) -> None:
+    """Prints the remedies, one for each kind of finding, with what was observed if `evidence` is True."""
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
         kinds.setdefault(finding.kind, []).append(finding)
@@ -198,7 +205,10 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
         size = f", {format_bytes(total)}" if total else ""
         title = tr(kind.replace("_", " "))
         console.print(f"\n[bold yellow]{escape(title)}[/]{escape(where)}{more}{size}", highlight=False)
-        print_indented(tr_sentence(found[0].remedy), console)
+        if evidence:
+            print_indented(tr_sentence(found[0].evidence), console)
+        fix = f"   {tr_sentence('FIX')}  " if evidence else "   "
+        print_indented(tr_sentence(found[0].remedy), console, first=fix)
 
 
 def _print_held(heading: str, categories: Mapping[str, int], whole: int, console: Console) -> None:

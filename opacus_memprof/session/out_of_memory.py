@@ -125,9 +125,7 @@ class Forensics:
         captures = observations.captures() if piled_up else None
         device = failed[-1]["device"]
         if device != "cpu":
-            properties = torch.cuda.get_device_properties(device)
-            observations.layer_shapes().multiprocessors = properties.multi_processor_count
-            observations.layer_shapes().has_bfloat16 = properties.major >= 8  # earlier ones have no kernels for it
+            observations.record_gpu(device)
         diagnosis = sys.modules.get("opacus_memprof.hooks.diagnosis")
         if diagnosis is not None:
             diagnosis.observe_program(observations.layer_shapes())

@@ -50,8 +50,7 @@ class Result:
             self._peaks = live.read_peaks()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             with contain("reading what the GPU is"):
-                properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-                observations.layer_shapes().multiprocessors = properties.multi_processor_count
+                observations.record_gpu(torch.cuda.current_device())
         with contain("reading what the hooks have recorded"):
             self._facts = observations.recorded()
         with contain("reading how many events were written"):

@@ -345,7 +345,7 @@ GALLERY = (
     ),
     Report(TRACKER + "523", discriminator, ACCUMULATED, ("2 backward passes",), "into one batch", ValueError),
     Report(TRACKER + "459", accumulated_by_hand, ACCUMULATED, ("2 backward passes",), "BatchMemoryManager", ValueError),
-    Report(TRACKER + "829", generator_pass, "unused_per_sample_gradients", ("7 times", "generator"), "disable_hooks()"),
+    Report(TRACKER + "65", generator_pass, "unused_per_sample_gradients", ("7 times", "generator"), "disable_hooks()"),
     Report(
         TRACKER + "446",
         evaluation_beside_gradients,
@@ -353,7 +353,13 @@ GALLERY = (
         ("an evaluation",),
         "directly after optimizer.step()",
     ),
-    Report(TRACKER + "575", repeated_runs, "models_of_earlier_runs", ("2 equal models",), "gc.collect()"),
+    Report(
+        "https://github.com/huggingface/transformers/issues/1742",
+        repeated_runs,
+        "models_of_earlier_runs",
+        ("2 equal models",),
+        "gc.collect()",
+    ),
     Report(
         TRACKER + "841",
         broadcast_positions,

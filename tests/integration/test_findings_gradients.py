@@ -163,6 +163,35 @@ def big_head() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1000, bias=False))
 
 
+@pytest.mark.parametrize("records_graph", [True, False])
+def test_forwards_beside_torch_func(tmp_path: Path, records_graph: bool) -> None:
+    """In the mode no_op the program computes per-sample gradients itself, and calls the model once more for outputs."""
+
+    def run(session: Any) -> None:
+        training = Training(mlp(), "no_op")
+        model, names = training.model, [name for name, _ in training.model.named_parameters()]
+
+        def loss(weights: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (sample[None],)).square().mean()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        for _ in range(3):
+            x = torch.randn(64, 8)
+            with torch.set_grad_enabled(records_graph):
+                output = model(x)
+            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            samples = gradients(weights, x)
+            for name in names:
+                model.get_parameter(name).grad_sample = samples[name].detach()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            del output
+
+    found = of_kind(profiled(tmp_path, run), "graphs_without_backward")
+    # The ReLU's output, which the graph saves, and the model's, which the program holds.
+    assert [finding["bytes"] for finding in found] == [64 * (16 + 4) * FLOAT] * records_graph
+
+
 def test_noise_that_is_allocated_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample and one large parameter: 2|p| of noise beside p, its gradients and its sum."""
 

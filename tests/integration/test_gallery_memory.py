@@ -60,6 +60,7 @@ CASES = (
         ("let_go",),
         (("outputs.append(output)", "outputs.append(output.detach().cpu())"),),
     ),
+    Case("bfloat16_on_t4", "1200MiB", ("no fused attention for bfloat16",), ("dtype",)),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )
 

@@ -181,6 +181,22 @@ def test_remedies_stand_above_the_tables() -> None:
     assert text.index("growing memory, 1.00 MiB") < text.index("call zero_grad()") < text.index("AT THE PEAK")
 
 
+def test_defects_stand_above_the_verdict_with_what_was_observed() -> None:
+    waste = {"kind": "ghost_matrices", "module": "", "bytes": MIB, "evidence": "large", "remedy": "use hooks"}
+    defect = {
+        "kind": "different_numbers_of_samples",
+        "module": "wpe",
+        "bytes": 0,
+        "evidence": "wpe has 1",
+        "remedy": "expand",
+    }
+    text = "\n".join(lines(print_summary, view_profile(private_profile(findings=[waste, defect], status="failed"))))
+    order = ["different numbers of samples in wpe", "wpe has 1", "FIX  expand", "PEAK", "ghost matrices", "use hooks"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "large" not in text
+
+
 def test_a_failure_is_verdict_fix_evidence() -> None:
     shown = lines(print_failure, out_of_memory(a_change("half the batch", 400 * MIB, True)))
     assert shown[:2] == [
@@ -236,7 +252,8 @@ def test_the_first_screen_in_chinese() -> None:
         line.startswith("隐私的代价 其中 13.00 MiB，占 65.0 %：per_sample_gradients 12.00 MiB") for line in found
     )
     at = found.index("内存持续增长，位于 head, 2.00 MiB")
-    assert found[at + 1] == "   每个批次都被保留：请在每步结束时删除对它的引用"
+    assert found[at + 1] == "   evidence"
+    assert found[at + 2].endswith("  每个批次都被保留：请在每步结束时删除对它的引用")
     assert any(line.split() == ["per_sample_gradients", "12.00", "MiB", "60.0", "%", "█" * 20] for line in found)
     assert "每个字节都有归属" in found
 

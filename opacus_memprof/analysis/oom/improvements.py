@@ -26,8 +26,9 @@ _ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.norms_without_squares,
     changes.adopted_samples,
     changes.another_mode,
-    training.suggest_checkpoints,
+    training.keep_fewer_activations,
 )
+_FEWER_ACTIVATIONS = {"checkpoint", "dtype", "fused_attention"}  # kinds of actions
 _OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 
 
@@ -54,11 +55,19 @@ def find_improvements(
         return []
     samples = shapes.batch_size_in(peak.step)
     case = Case(failure, shapes, history, DeviceMemory(capacity=None), step, samples, nothing)
-    floor = max(
-        (_without_privacy(device.phases[phase]) for phase in ("setup", "idle") if phase in device.phases), default=0
-    )
+    between = [device.phases[phase] for phase in ("setup", "idle") if phase in device.phases]
+    floors = {
+        fewer_activations: max((_kept(instant, fewer_activations=fewer_activations) for instant in between), default=0)
+        for fewer_activations in (False, True)
+    }
     found = [
-        Improvement(each.title, each.code, max(each.peak, floor), each.computed, needs_edit(each.actions))
+        Improvement(
+            each.title,
+            each.code,
+            max(each.peak, floors[not _FEWER_ACTIVATIONS.isdisjoint(action.kind for action in each.actions)]),
+            each.computed,
+            needs_edit(each.actions),
+        )
         for adviser in _ADVISERS
         for each in adviser(case)
     ]
@@ -66,9 +75,13 @@ def find_improvements(
     return sorted(worthwhile, key=lambda each: each.predicted_peak_bytes)
 
 
-def _without_privacy(instant: PhasePeak) -> int:
-    """Returns the bytes of an instant between the phases of a step that no other mode could free."""
-    return instant.peak_bytes - sum(instant.categories.get(category, 0) for category in _OF_PRIVACY)
+def _kept(instant: PhasePeak, *, fewer_activations: bool) -> int:
+    """Returns the bytes of an instant between the phases of a step that remain with another mode, or fewer activations.
+
+    The loss is usually computed at such an instant, with all activations of the forward pass.
+    """
+    freed = (*_OF_PRIVACY, *(("activations", "activation_hooks") if fewer_activations else ()))
+    return instant.peak_bytes - sum(instant.categories.get(category, 0) for category in freed)
 
 
 def _peak_as_failure(name: str, peak: Peak) -> Failure:

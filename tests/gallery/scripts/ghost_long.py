@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ghost clipping of long sequences: https://github.com/meta-pytorch/opacus/issues/683."""
+"""Ghost clipping of long sequences, of tokens by tokens for each layer: https://arxiv.org/abs/2110.05679."""
 
 import torch
 from opacus import PrivacyEngine

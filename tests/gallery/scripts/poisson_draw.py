@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Poisson batch that is larger than asked for: https://github.com/meta-pytorch/opacus/issues/192."""
+"""A Poisson batch that is larger than asked for: https://github.com/meta-pytorch/opacus/pull/192."""
 
 import torch
 from opacus import PrivacyEngine

@@ -12,6 +12,7 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
     CHECKPOINTS,
     COMBINED,
     DTYPE,
+    LINE,
     OPTIMIZER,
     SEQUENCE,
     Change,
@@ -26,6 +27,7 @@ from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
 _RANK = 8  # of the adapters
+_PROJECTIONS = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")  # of attention's output
 _MODES = ("", "hooks", "functorch", "ghost", "fast", "flash_clip")
 
 
@@ -33,7 +35,7 @@ def training_changes(case: Case) -> list[Change]:
     """Returns the changes of the training that are possible."""
     if case.step is None or case.step.mode not in _MODES:
         return []
-    makers = (checkpoints, optimizer_states, data_type, adapters, shorter_sequence)
+    makers = (checkpoints, fused_attention, optimizer_states, data_type, adapters, shorter_sequence)
     return [change for maker in makers if (change := maker(case, case.step)) is not None]
 
 
@@ -43,11 +45,13 @@ def change_training(case: Case) -> Iterator[Suggestion]:
         yield _suggestion(case, [change])
 
 
-def suggest_checkpoints(case: Case) -> Iterator[Suggestion]:
-    """Suggests activation checkpoints alone."""
-    change = None if case.step is None or case.step.mode not in _MODES else checkpoints(case, case.step)
-    if change is not None:
-        yield _suggestion(case, [change])
+def keep_fewer_activations(case: Case) -> Iterator[Suggestion]:
+    """Suggests activation checkpoints, and attention without matrices, each alone."""
+    if case.step is None or case.step.mode not in _MODES:
+        return
+    for make in (checkpoints, fused_attention):
+        if (change := make(case, case.step)) is not None:
+            yield _suggestion(case, [change])
 
 
 def combine(case: Case) -> Iterator[Suggestion]:
@@ -172,6 +176,62 @@ def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
                 for each in slices
             ),
         ]
+    )
+
+
+def fused_attention(case: Case, step: Step) -> Change | None:
+    """Attention whose weights, tokens by tokens, are computed in parts and never as a whole."""
+    weights = {layer.name: _attention_weights(layer) for layer in step.layers}
+    if not (total := sum(weights.values())):
+        return None
+    program = case.shapes.program
+    in_bfloat16 = any(weights[layer.name] and layer.forward.is_bfloat16 for layer in step.layers)
+    what = f"Attention matrices, tokens by tokens, take {format_bytes(total)} of activations."
+
+    def apply(changed: Step) -> Step:
+        return changed.with_changes(layers=tuple(map(_without_attention_weights, changed.layers)))
+
+    if in_bfloat16 and not case.shapes.has_bfloat16:
+        return Change(
+            LINE,
+            "float16: this GPU has no fused attention for bfloat16",
+            f"{program.model} = {program.model}.to(torch.float16)  # or the dtype of torch.autocast",
+            f"{what} This GPU has fused attention kernels for float16 and float32 alone. Accuracy can differ: float16 "
+            "has a smaller range, and may need a scaled loss.",
+            (Action(kind="dtype", value="float16"),),
+            apply,
+        )
+    return Change(
+        CHECKPOINTS,
+        "fused attention instead of attention matrices",
+        "y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # or without is_causal",
+        f"{what} scaled_dot_product_attention makes none, unless it gets a mask with elements for each head, the mask "
+        "needs a gradient, the head size is not a multiple of 8, or weights are returned, as with need_weights=True.",
+        (Action(kind="fused_attention"),),
+        apply,
+    )
+
+
+def _attention_weights(layer: Layer) -> int:
+    """Returns the bytes of the attention weights that were saved before a layer.
+
+    Blocks of a square's size are taken for them where they are larger than the layer's input.
+    """
+    square = layer.largest_square
+    is_attention = layer.module.kind in _PROJECTIONS and square > layer.forward.input_bytes
+    return layer.saved_before // square * square if is_attention else 0
+
+
+def _without_attention_weights(layer: Layer) -> Layer:
+    weights = _attention_weights(layer)
+    if not weights:
+        return layer
+    return replace(
+        layer,
+        activations=layer.activations - weights,
+        largest=layer.forward.input_bytes if layer.largest == layer.largest_square else layer.largest,
+        saved_before=layer.saved_before - weights,
+        largest_square=0,
     )
 
 
