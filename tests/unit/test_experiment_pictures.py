@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from matplotlib.text import Text
 from msgspec import to_builtins
 
 from opacus_memprof.experiments import summary
@@ -466,16 +467,43 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
     assert not any(a.overlaps(b) for index, a in enumerate(labels) for b in labels[:index])
 
 
+@pytest.mark.parametrize("count", [8, 9, 54])
+def test_no_label_is_on_another_or_on_a_point_and_the_list_has_all(
+    count: int, figures: list[Any], tmp_path: Path
+) -> None:
+    """Of methods whose runs lie beside one another."""
+    found = {
+        f"c{n}": result("ghost", {"activations": 4000 + 400 * (n % 6) + 7 * (n % 5)}, 700.0 + 80 * (n % 6) + n % 7)
+        for n in range(count)
+    }
+    bars.performance_tradeoff(rows_by_mode(found), tmp_path / "a.png", "dark")
+    figure = figures[0]
+    (axes,) = figure.axes
+    labels = [Text.get_window_extent(label) for label in axes.texts]
+    points = axes.transData.transform(axes.collections[0].get_offsets())
+    radius = 4 * figure.dpi / 72
+    for index, box in enumerate(labels):
+        assert not any(box.overlaps(other) for other in labels[:index])
+        near = [point for point in points if box.x0 - radius < point[0] < box.x1 + radius]
+        assert not any(box.y0 - radius < y < box.y1 + radius for _, y in near)
+    named = [name for label in axes.texts for name in label.get_text().replace("\n", " ").split(", ")]
+    if count <= 8:
+        assert len(named) == count
+        return
+    assert sorted(named, key=int) == [str(number + 1) for number in range(count)]
+    (listed,) = figure.legends
+    assert len(listed.get_texts()) == count
+    assert all(0 <= text.get_window_extent().y0 < figure.bbox.height for text in listed.get_texts())
+
+
 def test_points_on_one_another_share_a_label(figures: list[Any], tmp_path: Path) -> None:
     """Batch sizes above the physical one change neither time nor peak."""
     found = {f"c{number}": {**GHOST, "avg_time_ms": 10.0 + 10 * (number % 3)} for number in range(20)}
     bars.performance_tradeoff(rows_by_mode(found), tmp_path / "a.png", "light")
     texts = figures[0].axes[0].texts
     assert len(texts) == 3
-    shown = [number for text in texts for number in text.get_text().split(", ")]
+    shown = [number for text in texts for number in text.get_text().replace("\n", " ").split(", ")]
     assert sorted(shown, key=int) == [str(number) for number in range(1, 21)]
-    boxes = [text.get_window_extent() for text in texts]
-    assert not any(a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
 
 
 def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars of memory, additional memory and step time for each run, and performance_tradeoff.png: memory against time."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _LABEL_LENGTH = 60  # characters
 _MAX_NAMED = 8  # with more points, names are in a separate list
+_LIST_LINE = 0.19  # inches
 
 
 def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
@@ -169,7 +172,8 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
     vanilla = find_vanilla(rows)
     names = [_relative(row, vanilla) for row in measured]
     many = len(measured) > _MAX_NAMED
-    with saved_figure(path, theme, (14 if many else 9, 6)) as figure:
+    size = (14, max(6, 0.5 + _LIST_LINE * len(measured))) if many else (9, 6)
+    with saved_figure(path, theme, size) as figure:
         headline(figure, rows)
         axes = figure.subplots()
         axes.set_title("Memory against time")
@@ -187,30 +191,17 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             numbers = [str(number) for number in range(1, len(measured) + 1)]
             lines = [f"{number}  {name}".replace("\n", ": ") for number, name in zip(numbers, names, strict=True)]
             figure.legend([Line2D([], [])] * len(lines), lines, loc="outside right upper", handlelength=0)
-            times, totals, names = _one_label_a_place(times, totals, numbers)
+            names = numbers
         if missing := [_without_time(row) for row in rows if row not in measured]:
             color = palette.text if all(row.finished for row in rows) else palette.accent
             place: dict[str, Any] = {"loc": "outside lower left", "ncols": 1 if len(missing) <= _MAX_NAMED else 3}
             figure.legend([Line2D([], [])] * len(missing), missing, handlelength=0, labelcolor=color, **place)
-        place_labels(axes, times, totals, names)  # in the space that the lists leave
+        place_labels(axes, times, totals, names, shared=many)  # in the space that the lists leave
 
 
 def _without_time(row: Row) -> str:
     """Returns a line on a run that has no point. Runs on a virtual GPU finish without a time."""
     return f"{row.short_label}: " + (f"{format_bytes(row.total_bytes)}, no time" if row.finished else row.outcome)
-
-
-def _one_label_a_place(
-    times: Sequence[float], totals: Sequence[int], numbers: Sequence[str]
-) -> tuple[list[float], list[int], list[str]]:
-    """Returns the first of all points at the same position, in a grid of 40 x 40 positions, with all their numbers."""
-    places: dict[tuple[int, int], list[int]] = {}
-    for index, (time, total) in enumerate(zip(times, totals, strict=True)):
-        place = int(40 * time / max(times)), int(40 * total / max(totals))
-        places.setdefault(place, []).append(index)
-    first = [indices[0] for indices in places.values()]
-    labels = [", ".join(numbers[index] for index in indices) for indices in places.values()]
-    return [times[index] for index in first], [totals[index] for index in first], labels
 
 
 def _relative(row: Row, vanilla: Row | None) -> str:
@@ -222,33 +213,61 @@ def _relative(row: Row, vanilla: Row | None) -> str:
 
 # The positions of a label relative to its point, in points (1/72 inch); the first free one is used.
 _BESIDE = [(9, 0, "left"), (-9, 0, "right"), (0, 22, "center"), (0, -22, "center")]
-_AWAY = [(dx, dy, "left" if dx > 0 else "right") for dy in (20, -20, 40, -40, 60, -60, 80, -80) for dx in (12, -12)]
+_AWAY = [
+    (dx, dy, "left" if dx > 0 else "right")
+    for dy in (20, -20, 40, -40, 60, -60, 80, -80, 110, -110, 140, -140)
+    for dx in (12, -12, 60, -60)
+]
 _DOT = 6  # half the width of a point, in points
+_LABEL_WIDTH = 30  # characters of numbers
 
 
-def place_labels(axes: "Axes", x: Sequence[float], y: Sequence[float], labels: Sequence[str]) -> None:
-    """Labels points. A label that is not next to its point gets a line to it."""
+def place_labels(
+    axes: "Axes", x: Sequence[float], y: Sequence[float], labels: Sequence[str], *, shared: bool = False
+) -> None:
+    """Labels points. A label that is not next to its point gets a line to it.
+
+    Args:
+        axes: the axes.
+        x: the positions of the points.
+        y: the positions of the points.
+        labels: their labels.
+        shared: whether points on one another get one label, of all theirs.
+    """
     from matplotlib.transforms import Bbox
 
-    axes.figure.canvas.draw()  # text has no size before
+    axes.figure.canvas.draw()  # text has no size, and the axes have no place before
     inside = axes.get_window_extent()
     pad = _DOT * axes.figure.dpi / 72
     points = list(zip(x, y, strict=True))
-    occupied = [
-        Bbox.from_extents(px - pad, py - pad, px + pad, py + pad) for px, py in map(axes.transData.transform, points)
-    ]
-    for point, label in zip(points, labels, strict=True):
+    places = [tuple(place) for place in axes.transData.transform(points)]
+    occupied = [Bbox.from_extents(px - pad, py - pad, px + pad, py + pad) for px, py in places]
+    groups: list[list[int]] = []
+    for index, place in enumerate(places):
+        near = (group for group in groups if shared and math.dist(places[group[0]], place) < 3 * pad)
+        if group := next(near, None):
+            group.append(index)
+        else:
+            groups.append([index])
+    for group in groups:
+        text = labels[group[0]] if not shared else textwrap.fill(", ".join(labels[i] for i in group), _LABEL_WIDTH)
 
-        def cost(
-            place: tuple[int, int, str], point: tuple[float, float] = point, label: str = label
-        ) -> tuple[bool, int]:
-            text = _label(axes, point, label, place)
-            box = text.get_window_extent()
-            text.remove()
+        def cost(place: tuple[int, int, str], first: int = group[0], text: str = text) -> tuple[bool, int]:
+            label = _label(axes, points[first], text, place)
+            box = _extent(label)
+            label.remove()
             return not _is_within(box, inside), sum(box.overlaps(other) for other in occupied)
 
         best = min([*_BESIDE, *_AWAY], key=cost)
-        occupied.append(_label(axes, point, label, best).get_window_extent())
+        occupied.append(_extent(_label(axes, points[group[0]], text, best)))
+
+
+def _extent(label: "Annotation") -> "Bbox":
+    """Returns where a label's text is, without its line."""
+    from matplotlib.text import Text
+
+    label.get_window_extent()  # places the text
+    return Text.get_window_extent(label)
 
 
 def _is_within(box: "Bbox", outer: "Bbox") -> bool:
@@ -256,6 +275,8 @@ def _is_within(box: "Bbox", outer: "Bbox") -> bool:
 
 
 def _label(axes: "Axes", point: tuple[float, float], label: str, place: tuple[int, int, str]) -> "Annotation":
+    from matplotlib import rcParams
+
     dx, dy, side = place
     return axes.annotate(
         label,
@@ -265,5 +286,5 @@ def _label(axes: "Axes", point: tuple[float, float], label: str, place: tuple[in
         ha=side,
         va="center",
         fontsize=8,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.6} if dx and dy else None,
+        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": rcParams["text.color"]} if dy else None,
     )
