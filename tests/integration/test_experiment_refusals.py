@@ -85,7 +85,10 @@ def test_beside_other_files_a_profile_stays_as_well(tmp_path: Path, profiles: li
         (["--seq-len=0"], "seq_length is 0: give a whole number from 1 on"),
         (["--batch_size=-1"], "batch_size is -1: give a whole number from 1 on"),
         (["--num_heads=3"], "3 heads do not divide a width of 2048"),
-        (["--config=nothing"], 'there is no built-in configuration "nothing": use tiny, transformer, transformer-relu, gpt2'),
+        (
+            ["--config=nothing"],
+            'there is no built-in configuration "nothing": use tiny, transformer, transformer-relu, gpt2',
+        ),
         (["--config=tiny", "--model_name=x"], "--config tiny and --model-name x are two models"),
         (["--model-name=x", "--hidden-dim=8"], 'hidden_dim cannot be set for the model "x"'),
         (["--output=result"], "result is not a file name for a result: give one that ends in .json"),
