@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import label_bars, saved_figure
-from opacus_memprof.reports.palette import THEMES, Theme
+from opacus_memprof.reports.figures import THEMES, Theme, label_bars, saved_figure
 
 OUT_OF_MEMORY = "out of memory"
 HEAD = "| mode | ms | time / vanilla | peak | peak / vanilla | clips exactly | by others |"

@@ -76,7 +76,7 @@ def lay_out(path: Path, ranks: int, killed: int, events: int) -> dict[str, float
 
 def measure(path: Path) -> dict[str, Any]:
     """In this process: what `opacus-memprof report` does before it prints."""
-    from opacus_memprof.analysis.job_directory import load_ranks
+    from opacus_memprof.analysis.job import load_ranks
 
     before = resident_mib()
     start = time.perf_counter()

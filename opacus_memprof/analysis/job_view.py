@@ -9,10 +9,10 @@ from pathlib import Path
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.job_directory import load_ranks
-from opacus_memprof.analysis.privacy_sentences import privacy_sentences
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.profile_view import Check, ProfileView, view_profile
+from opacus_memprof.analysis.verdict_view import privacy_sentences
 from opacus_memprof.profiles.directory import rank_directories
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, RankPeak, Straggler
 from opacus_memprof.profiles.profile import Finding, virtual_mark

@@ -16,7 +16,7 @@ from opacus_memprof.analysis.defects import find
 from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, build_timeline
 from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.oom.improvements import find_improvements
+from opacus_memprof.analysis.oom.advice import find_improvements
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS

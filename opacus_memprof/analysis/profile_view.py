@@ -9,9 +9,8 @@ from pathlib import Path
 
 from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.events import Events
-from opacus_memprof.analysis.privacy_sentences import privacy_sentences
 from opacus_memprof.analysis.profile import read_timelines
-from opacus_memprof.analysis.verdict_view import VerdictView, device_verdict, failure_verdict
+from opacus_memprof.analysis.verdict_view import VerdictView, device_verdict, failure_verdict, privacy_sentences
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.directory import OOM_REPORTS

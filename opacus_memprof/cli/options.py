@@ -19,8 +19,7 @@ import typer
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import Configuration, Device, Dtype, Mode
-from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
+from opacus_memprof.experiments.configuration import BUILT_IN, Configuration, Device, Dtype, Mode, shape_of
 from opacus_memprof.profiles.units import parse_size
 from opacus_memprof.running.program import fork_for_each
 

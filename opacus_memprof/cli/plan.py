@@ -24,7 +24,9 @@ from opacus_memprof.planning.configuration import (
     parse_search,
     parse_settings,
 )
-from opacus_memprof.planning.directory import (
+from opacus_memprof.planning.draws import TOLERATED, assess_draws
+from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
+from opacus_memprof.planning.report import (
     cell_content,
     copy_profile,
     draws_content,
@@ -32,8 +34,6 @@ from opacus_memprof.planning.directory import (
     verdict_content,
     write_plan,
 )
-from opacus_memprof.planning.draws import TOLERATED, assess_draws
-from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill, make_cells, smallest_gpus
 from opacus_memprof.planning.verdict import judge

@@ -61,7 +61,7 @@ def top(
         raise MemprofError(f"--interval is {interval:g}: give a number above 0")
     from opacus_memprof.analysis.live import ProfileFollower, directory_of_process
     from opacus_memprof.profiles.json_object import to_json
-    from opacus_memprof.reports.top import live_view
+    from opacus_memprof.reports.text import live_view
 
     is_process = target.isdecimal() and not Path(target).exists()
     follower = ProfileFollower(directory_of_process(int(target)) if is_process else target)

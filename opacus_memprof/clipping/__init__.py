@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opacus_memprof.clipping.engine import FlashClipEngineMixin as FlashClipEngineMixin
     from opacus_memprof.clipping.graphed import GraphedBackward as GraphedBackward
+    from opacus_memprof.clipping.modes import adopt_grad_samples as adopt_grad_samples
+    from opacus_memprof.clipping.modes import register_norm_samplers as register_norm_samplers
     from opacus_memprof.clipping.module.hooks import FlashClipHooks as FlashClipHooks
     from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip as GradSampleModuleFlashClip
-    from opacus_memprof.clipping.norm_samplers import adopt_grad_samples as adopt_grad_samples
-    from opacus_memprof.clipping.norm_samplers import register_norm_samplers as register_norm_samplers
     from opacus_memprof.clipping.opacus_functions import register as register
     from opacus_memprof.clipping.opacus_functions import unregister as unregister
     from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip as DPOptimizerFlashClip
@@ -27,9 +27,9 @@ _MODULES = {
     "GradSampleModuleFlashClip": "module.hooks",
     "GraphedBackward": "graphed",
     "Verification": "verification",
-    "adopt_grad_samples": "norm_samplers",
+    "adopt_grad_samples": "modes",
     "register": "opacus_functions",
-    "register_norm_samplers": "norm_samplers",
+    "register_norm_samplers": "modes",
     "unregister": "opacus_functions",
     "verify": "verification",
 }

@@ -27,8 +27,8 @@ from opacus_memprof.clipping.arguments import (
     check_schedule,
     named_parameters,
 )
-from opacus_memprof.clipping.automatic import AUTO, make_private_automatically
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
+from opacus_memprof.clipping.modes import AUTO, make_private_automatically
 from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizers import optimizer_class
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord

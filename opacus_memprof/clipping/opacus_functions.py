@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from opacus_memprof.clipping.agreement import is_replicated, prepare_replicated, spans_ranks
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
+    CLIPPINGS,
     Check,
+    ClipRule,
     Nonfinite,
     Passes,
     check_bound,
@@ -34,7 +36,6 @@ from opacus_memprof.clipping.optimizers import optimizer_class
 from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
-from opacus_memprof.clipping.rules import CLIPPINGS, ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 

@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.configuration import SIZES, Configuration
-from opacus_memprof.experiments.shapes import BUILT_IN, CLASSES, shape_of
+from opacus_memprof.experiments.configuration import BUILT_IN, CLASSES, SIZES, Configuration, shape_of
 from opacus_memprof.integrations.hub import load_pretrained, with_adapters
 from opacus_memprof.profiles.optional import require
 

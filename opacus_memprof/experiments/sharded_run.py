@@ -8,7 +8,7 @@ from typing import Any
 from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import nn
 
-from opacus_memprof.analysis.job_directory import load_ranks
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.files import read_result, write_json
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from opacus_memprof.experiments.configuration import LABELS, Configuration
+from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, Configuration, shape_of
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
-from opacus_memprof.experiments.shapes import BUILT_IN, shape_of
 from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes

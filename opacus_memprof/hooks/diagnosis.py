@@ -321,7 +321,7 @@ def observe_program(shapes: TrainingShapes) -> None:
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
     default = Program()
-    samplers = sys.modules.get("opacus_memprof.clipping.norm_samplers")  # which imports Opacus
+    samplers = sys.modules.get("opacus_memprof.clipping.modes")  # which imports Opacus
     shapes.program = Program(
         model=names.get("model", default.model),
         optimizer=names.get("optimizer", default.optimizer),

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.hooks.shapes import capture_shape
 from opacus_memprof.profiles.layer_shapes import CaptureShape, WholeForward
-from opacus_memprof.recording import native, observations, tracing
-from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording import native, observations
+from opacus_memprof.recording.attachment import Attachment, remove_scoped_forwards
 from opacus_memprof.recording.faults import contain
 
 
@@ -167,7 +167,7 @@ def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple
         model = copy.deepcopy(named[0][1], memo)
     copies = [(name, memo[id(module)]) for name, module in named]
     for _, module in copies:
-        tracing.remove_scoped_forwards(module)
+        remove_scoped_forwards(module)
     return model, copies
 
 

@@ -23,8 +23,8 @@ from opacus_memprof.hooks.vocabulary import (
     MODEL_PARAMETERS,
     PER_SAMPLE_GRADIENTS,
 )
-from opacus_memprof.recording import native, tracing
-from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import Attachment, is_compile_result, reduce_to_noop, remove_scoped_forward
 from opacus_memprof.recording.faults import contain
 
 # The classes that wrap the user's model, and the attribute with the model. torch.compile's class is not among them: its
@@ -240,7 +240,7 @@ def wrap_forwards(attachment: Attachment, root: nn.Module) -> set[nn.Module]:
     pre_hook = ModelForwardPreHook()
     hook = ModelForwardHook(pre_hook)
     torch_compile.follow(attachment, root, (pre_hook, hook))
-    if not tracing.is_compile_result(root):
+    if not is_compile_result(root):
         attachment.on_detach(root.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True).remove)
         attachment.on_detach(root.register_forward_hook(hook).remove)
     return scoped
@@ -263,8 +263,8 @@ def _wrap_forward(attachment: Attachment, module: nn.Module, module_id: int) -> 
 
 def _unwrap_forward(reference: "weakref.ref[nn.Module]") -> None:
     if (module := reference()) is not None:
-        tracing.remove_scoped_forward(module)
+        remove_scoped_forward(module)
 
 
 for _hook in (ModelForwardPreHook, ModelForwardHook):
-    copyreg.pickle(_hook, tracing.reduce_to_noop)
+    copyreg.pickle(_hook, reduce_to_noop)

@@ -18,8 +18,15 @@ from torch.compiler import is_compiling
 
 from opacus_memprof.hooks import forward_shapes
 from opacus_memprof.hooks.vocabulary import FORWARD, IDLE
-from opacus_memprof.recording import native, tracing
-from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording import native
+from opacus_memprof.recording.attachment import (
+    Attachment,
+    hide_profiler_hooks,
+    is_compile_result,
+    looks_compiled,
+    reachable_modules,
+    remove_scoped_forwards,
+)
 from opacus_memprof.recording.faults import CallError, CallHook, call_observed, contain, observe
 
 # A model's forward pre-hook and forward hook.
@@ -35,7 +42,7 @@ _running_calls = 0  # compiled calls of followed models that have not returned
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether torch.compile traces the inside of `module`, where hooks would break its graphs."""
-    return tracing.is_compiled(module) or bool(_compiled_results.get(module))
+    return looks_compiled(module) or bool(_compiled_results.get(module))
 
 
 def hooks_suspended() -> bool:
@@ -51,7 +58,7 @@ def follow(attachment: Attachment, root: nn.Module, hooks: ModelHooks) -> None:
     attachment.set_entry(_followed, root, (attachment, hooks))
     if root._compiled_call_impl is not None:
         _wrap_compiled_call(attachment, root, "_compiled_call_impl", root)
-    for result in (root,) if tracing.is_compile_result(root) else _compiled_results.get(root, ()):
+    for result in (root,) if is_compile_result(root) else _compiled_results.get(root, ()):
         _wrap_compiled_call(attachment, result, "forward", root)
 
 
@@ -63,7 +70,7 @@ def wrap_torch_compile(attachment: Attachment) -> None:
     for path, wrap in (
         ("torch:compile", _wrap_compile),
         ("torch.nn:Module.compile", lambda compile: observe(compile, _observe_module_compile)),
-        ("torch.jit._recursive:create_script_module", tracing.hide_profiler_hooks),
+        ("torch.jit._recursive:create_script_module", hide_profiler_hooks),
     ):
         attachment.apply(path, partial(_wrap, path, wrap))
 
@@ -88,7 +95,7 @@ def _wrap_compile(compile: Any) -> Any:
 @contain("removing the profiler's hooks from what torch.compile traces")
 def _remove_reachable_wrappers(model: Any) -> list[nn.Module]:
     """Returns the modules that `model` can reach, after removing the profiler's wrappers from them."""
-    modules = tracing.reachable_modules(model)
+    modules = reachable_modules(model)
     for module in modules:
         _remove_wrappers(module)
     return modules
@@ -117,7 +124,7 @@ def _observe_module_compile(module: nn.Module, *args: Any, **kwargs: Any) -> Cal
 def _remove_wrappers(module: nn.Module) -> None:
     modules = set(module.modules())
     for each in modules:
-        tracing.remove_scoped_forwards(each)
+        remove_scoped_forwards(each)
     forward_shapes.unwatch_modules(modules)
 
 

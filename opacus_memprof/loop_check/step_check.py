@@ -12,13 +12,13 @@ from opacus.optimizers import DPOptimizer
 from opacus_memprof.loop_check.by_hand import (
     Batch,
     Gradients,
+    check_noise,
     clip_by_hand,
     is_close,
     mixing_module,
     size_of,
 )
 from opacus_memprof.loop_check.explain import exact_modes
-from opacus_memprof.loop_check.noise_check import check_noise
 from opacus_memprof.loop_check.records import (
     Findings,
     LogicalStep,

@@ -9,7 +9,7 @@ from pathlib import Path
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import call
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
-from opacus_memprof.planning.directory import cell_content, copy_profile, verdict_content, write_plan
+from opacus_memprof.planning.report import cell_content, copy_profile, verdict_content, write_plan
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge

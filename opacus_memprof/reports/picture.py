@@ -10,6 +10,8 @@ from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
 from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Peak, Timeline
 from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
 from opacus_memprof.reports.figures import (
+    THEMES,
+    Theme,
     byte_axis,
     event_axis,
     legend,
@@ -19,7 +21,6 @@ from opacus_memprof.reports.figures import (
     stacked_areas,
     stacked_bars,
 )
-from opacus_memprof.reports.palette import THEMES, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

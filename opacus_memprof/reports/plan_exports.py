@@ -13,9 +13,8 @@ from msgspec import UNSET
 from opacus_memprof.profiles.files import replacing, write_text
 from opacus_memprof.profiles.plan import Plan, PlanCell, PlanDraws, PlannedRun, RunOfValue
 from opacus_memprof.profiles.units import format_bytes, shorten_name
-from opacus_memprof.reports.figures import byte_axis, label_bars, legend, saved_figure, stacked_bars
+from opacus_memprof.reports.figures import THEMES, Theme, byte_axis, label_bars, legend, saved_figure, stacked_bars
 from opacus_memprof.reports.html import build_page
-from opacus_memprof.reports.palette import THEMES, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

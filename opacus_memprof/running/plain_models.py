@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.recording import native, observations, tracing
+from opacus_memprof.recording import native, observations
+from opacus_memprof.recording.attachment import hide_profiler_hooks, looks_compiled, reachable_modules, reduce_to_noop
 from opacus_memprof.recording.faults import CallHook, contain, observe
 from opacus_memprof.session import Session
 
@@ -59,7 +60,7 @@ class FollowWithoutEngine:
         torch.compile = observe(torch.compile, self._observe_compile)
         torch.autograd.backward = observe(torch.autograd.backward, self._observe_backward)
         torch.autograd.grad = observe(torch.autograd.grad, self._observe_grad)  # type: ignore[assignment]
-        _recursive.create_script_module = tracing.hide_profiler_hooks(_recursive.create_script_module)
+        _recursive.create_script_module = hide_profiler_hooks(_recursive.create_script_module)
 
     def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> CallHook:
         yield
@@ -166,7 +167,7 @@ class FollowWithoutEngine:
                 continue
             if fullgraph and not isinstance(compiled, nn.Module):
                 return True
-            if any(not modules.isdisjoint(module.modules()) for module in tracing.reachable_modules(compiled)):
+            if any(not modules.isdisjoint(module.modules()) for module in reachable_modules(compiled)):
                 return True
         return False
 
@@ -224,12 +225,12 @@ class _FirstForwardHook:
             self._callback(model, args, kwargs)
 
 
-copyreg.pickle(_FirstForwardHook, tracing.reduce_to_noop)
+copyreg.pickle(_FirstForwardHook, reduce_to_noop)
 
 
 def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that can have hooks: all except those inside compiled modules."""
-    if not tracing.is_compiled(model):
+    if not looks_compiled(model):
         yield model
         for child in model.children():
             yield from _uncompiled_modules(child)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.analysis import job_directory
+from opacus_memprof.analysis.job import write_job_summary
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import (
     DEFAULT_DIRECTORY,
@@ -375,7 +375,7 @@ class Session:
     def _finish_job(self) -> None:
         """Writes the job's summary, if possible. Damaged files of other ranks must not lose this rank's result."""
         try:
-            self.job = job_directory.write_job_summary(self._claimed)
+            self.job = write_job_summary(self._claimed)
         except MemprofError as error:
             faults.record(f"the ranks' profiles could not be merged ({error})")
 

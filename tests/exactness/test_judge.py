@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip
-from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.exactness.judge import Verdict, judge
 from tests.exactness.messages import lacks

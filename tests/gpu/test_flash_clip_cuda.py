@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import gram as gram_triton
@@ -26,7 +27,6 @@ from opacus_memprof.clipping.kernels.stacks import group_norm_gradients_cuda, we
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms, pop_small_sums
-from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_launches import LAUNCHES, count_launches, float32_difference

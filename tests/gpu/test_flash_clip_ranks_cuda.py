@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opacus_memprof.analysis.job_directory import load_ranks
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.clipping.agreement import Agreement
 from tests.gpu.test_distributed_cuda import ROOT, TRAIN, started_ranks
 from tests.integration.test_distributed import PARAMETERS

@@ -9,7 +9,7 @@ import torch
 from opacus import schedulers
 from torch import nn
 
-from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import make_private, vector_data
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
-from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_by_hand import Batch, by_hand
 from tests.integration.flash_clip_models import MODELS, Engine, mlp, token_data, vector_data

@@ -15,7 +15,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip, verify
-from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import Transformer, convnet, image_data, mlp, token_data, vector_data
 

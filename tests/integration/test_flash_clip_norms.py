@@ -10,7 +10,7 @@ from torch import nn
 
 from opacus_memprof.clipping import register_norm_samplers
 from opacus_memprof.clipping.layers import LAYERS
-from opacus_memprof.clipping.norm_samplers import FlashNormSampler
+from opacus_memprof.clipping.modes import FlashNormSampler
 from opacus_memprof.clipping.workspace import Workspace
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, vector_data
 

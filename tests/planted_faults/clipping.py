@@ -9,7 +9,7 @@ _STATE = "clipping_refusals_leave_state"
 FAULTS = [
     Fault(
         "factor_stability_constant",
-        "rules.py",
+        "arguments.py",
         "\n_STABILITY = 1e-6",
         "\n_STABILITY = 1e-3",
         "Factors are smaller than Opacus'.",
@@ -17,7 +17,7 @@ FAULTS = [
     ),
     Fault(
         "factor_without_clamp",
-        "rules.py",
+        "arguments.py",
         "(self.bound / (norms + _STABILITY)).clamp(max=1.0)",
         "self.bound / (norms + _STABILITY)",
         "Small gradients are enlarged to the bound.",
@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "factor_per_layer_without_clamp",
-        "rules.py",
+        "arguments.py",
         "(self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)",
         "self.bounds[index] / (norms + _STABILITY)",
         "Small gradients of a parameter are enlarged to its bound.",
@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "factor_per_layer_of_the_whole_bound",
-        "rules.py",
+        "arguments.py",
         "self.bounds[index] / (norms",
         "self.bound / (norms",
         "Each parameter is clipped to the bound of all.",
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "factor_automatic_stability_constant",
-        "rules.py",
+        "arguments.py",
         "_AUTOMATIC_STABILITY = 0.01",
         "_AUTOMATIC_STABILITY = 1e-6",
         "Automatic clipping has the constant of flat clipping.",
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "factor_automatic_is_flat",
-        "rules.py",
+        "arguments.py",
         "return self.bound / (norms + _AUTOMATIC_STABILITY)",
         "return (self.bound / (norms + _AUTOMATIC_STABILITY)).clamp(max=1.0)",
         "Automatic clipping does not enlarge small gradients.",
@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "bounds_of_parameters_stay",
-        "rules.py",
+        "arguments.py",
         "bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]",
         "bounds.copy()",
         "A scheduler lowers the noise while parameters stay clipped to the old bounds.",
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "bounds_of_parameters_move_twice",
-        "rules.py",
+        "arguments.py",
         "each * (self.bound / given)",
         "each * (self.bound / given) ** 2",
         "Bounds of parameters move by another ratio than the noise.",
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "bound_of_all_is_the_largest",
-        "rules.py",
+        "arguments.py",
         "math.hypot(*self.bounds)",
         "max(self.bounds)",
         "With per_layer the noise is in proportion to the largest bound instead of the root of their squares.",

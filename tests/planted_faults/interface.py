@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "norm_samplers_are_squares",
-        "norm_samplers.py",
+        "modes.py",
         "squares.sqrt_() for parameter",
         "squares for parameter",
         "Ghost clips by squared norms.",

@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "nothing_changes",
-        "proof/perturbation.py",
+        "proof/batches.py",
         "return torch.where(keep, x.detach(), other)",
         "return torch.where(keep, x.detach(), x.detach())",
         "The other samples keep their values, too.",

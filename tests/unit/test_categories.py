@@ -11,7 +11,7 @@ from opacus_memprof.profiles import core
 from opacus_memprof.profiles.categories import BY_NAME, CATEGORIES, FORWARD_UNDECIDED, NOT_IN_CORE, PARTS, REPORTED
 from opacus_memprof.pytest_plugin.limits import check_filters
 from opacus_memprof.recording import native
-from opacus_memprof.reports.palette import category_color
+from opacus_memprof.reports.figures import category_color
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
 from opacus_memprof.clipping.layers.shared import SharedGradient, Use
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
-from opacus_memprof.clipping.norm_samplers import FlashNormSampler
+from opacus_memprof.clipping.modes import FlashNormSampler
 from opacus_memprof.clipping.workspace import Workspace
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

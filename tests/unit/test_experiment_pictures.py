@@ -17,7 +17,7 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.figures import bars, timeline
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.experiments.rows import rows_by_mode as typed_rows_by_mode
-from opacus_memprof.reports.palette import PHASE_COLORS
+from opacus_memprof.reports.figures import PHASE_COLORS
 from tests.unit.made_profiles import a_device, a_peak
 from tests.unit.sweep_results import a_row, finished, typed
 

@@ -23,7 +23,7 @@ from opacus_memprof.cli.look import _SUFFIXES
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.reports import picture
 from opacus_memprof.reports.export import FORMATS
-from opacus_memprof.reports.palette import THEMES
+from opacus_memprof.reports.figures import THEMES
 from opacus_memprof.reports.picture import write_pictures
 from opacus_memprof.reports.tables import write_csv, write_latex
 

@@ -10,7 +10,7 @@ import pytest
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.reports import figures
-from opacus_memprof.reports.palette import THEMES, category_color
+from opacus_memprof.reports.figures import THEMES, category_color
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -144,7 +144,7 @@ def test_the_chart_shows_each_category_as_high_as_its_bytes(open_page: Open, tmp
             return Array.from({length: canvas.height}, (_, y) => [...column.slice(4 * y, 4 * y + 3)].join());
         }"""
     )
-    parameters, noise = (colors.count(color) for color in ("123,191,247", "172,92,162"))  # of palette.py
+    parameters, noise = (colors.count(color) for color in ("123,191,247", "172,92,162"))  # of figures.py
     assert noise > 50
     assert parameters == pytest.approx(3 * noise, abs=3)
 

@@ -10,7 +10,7 @@ import pytest
 from browser import Opened
 from event_files import EventFile
 
-from opacus_memprof.analysis.job_directory import load_ranks
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.analysis.job_view import load_view
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.reports.html.report_page import write_html

@@ -17,8 +17,8 @@ from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.reports.figures import category_color
 from opacus_memprof.reports.html.report_page import build_html, write_html
-from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]
 

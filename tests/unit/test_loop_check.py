@@ -11,9 +11,8 @@ from opacus.grad_sample import GradSampleModule
 from rich.console import Console
 from torch import nn
 
-from opacus_memprof.loop_check.by_hand import clip_by_hand, mixing_module, per_sample_gradients
+from opacus_memprof.loop_check.by_hand import check_noise, clip_by_hand, mixing_module, per_sample_gradients
 from opacus_memprof.loop_check.follow import Follower
-from opacus_memprof.loop_check.noise_check import check_noise
 from opacus_memprof.loop_check.records import (
     Call,
     Findings,

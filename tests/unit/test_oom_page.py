@@ -9,8 +9,8 @@ import pytest
 from browser import Opened
 from made_profiles import an_oom_report
 
+from opacus_memprof.reports.figures import category_color
 from opacus_memprof.reports.oom import build_oom_page
-from opacus_memprof.reports.palette import category_color
 
 Open = Callable[..., Opened]
 

@@ -8,7 +8,7 @@ import pytest
 from event_files import CATEGORIES
 
 from opacus_memprof.profiles.categories import REPORTED, stack_order
-from opacus_memprof.reports.palette import CATEGORY_COLORS, THEMES, Theme, category_color
+from opacus_memprof.reports.figures import CATEGORY_COLORS, THEMES, Theme, category_color
 
 # Machado, Oliveira, Fernandes 2009, severity 1.0, on linear RGB.
 SEEN_AS = {

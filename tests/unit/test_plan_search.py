@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from opacus_memprof.planning.search import Point, largest, next_values
+from opacus_memprof.planning.table import Point, largest, next_values
 
 ROOM = 80 * 2**30
 Peaks = Callable[[random.Random], Callable[[int], int]]

@@ -14,9 +14,9 @@ from msgspec import to_builtins
 from torch import nn
 from typer.testing import CliRunner
 
-from opacus_memprof.analysis.privacy_sentences import describe_model, privacy_sentences
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.analysis.verdict_view import describe_model, privacy_sentences
 from opacus_memprof.cli import app
 from opacus_memprof.clipping.layers import GenericLayer, layer_for
 from opacus_memprof.clipping.proof.certificate import (

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
 
-from opacus_memprof.analysis import job_directory
+from opacus_memprof.analysis.job import load_ranks, write_job_summary
 from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
@@ -71,7 +71,7 @@ def printed(summary: JobSummary) -> str:
 def four(path: Path) -> JobSummary:
     for rank in range(4):
         write(path, rank, activations=1000, gradients=400 if rank == 2 else 100)
-    return job_directory.load_ranks(path)
+    return load_ranks(path)
 
 
 def test_imbalance_and_its_cause(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
 def test_of_many_ranks_the_highest_and_lowest_are_printed(tmp_path: Path) -> None:
     for rank in range(40):
         write(tmp_path, rank, launch=replace(JOB, world_size=40), activations=1000 + rank)
-    lines = printed(job_directory.load_ranks(tmp_path)).splitlines()
+    lines = printed(load_ranks(tmp_path)).splitlines()
     shown = [int(line.split()[0]) for line in lines if line.strip() and line.split()[0].isdigit()]
     assert shown == [*range(39, 27, -1), 3, 2, 1, 0]
     assert "24 more lie between" in "\n".join(lines)
@@ -117,7 +117,7 @@ def test_a_killed_rank_counts_as_far_as_it_got(tmp_path: Path) -> None:
     meta = json.loads((tmp_path / "rank_1/meta.json").read_text())
     meta |= {"launch": replace(JOB, rank=1, world_size=2), "versions": VERSIONS}
     (tmp_path / "rank_1/meta.json").write_text(to_json(meta))
-    found = job_directory.load_ranks(tmp_path)
+    found = load_ranks(tmp_path)
     assert found["status"] == "killed"
     assert [row["peak"]["requested_bytes"] for row in found["ranks"]] == [100, 300]
     assert found["warnings"] == ["rank 1 was killed after 1 step: its figures are those until then"]
@@ -128,14 +128,14 @@ def test_ranks_that_are_missing_or_cannot_be_read(tmp_path: Path, foreign: str) 
     four(tmp_path)
     shutil.rmtree(tmp_path / "rank_3")
     (tmp_path / "rank_1/profile.json").write_text(foreign)
-    found = job_directory.load_ranks(tmp_path)
+    found = load_ranks(tmp_path)
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
     assert found["missing"] == [3]
     assert "rank 3 of 4 has no profile here" in found["warnings"]
     assert any(warning.startswith("rank 1 is left out: ") for warning in found["warnings"])
     assert found["status"] == "killed"
     change(tmp_path, 2, status="out_of_memory")
-    assert job_directory.load_ranks(tmp_path)["status"] == "out_of_memory"  # why the others are gone
+    assert load_ranks(tmp_path)["status"] == "out_of_memory"  # why the others are gone
 
 
 def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     os.utime(tmp_path / "rank_2/meta.json", (1, 1))
     for rank in range(2):
         write(tmp_path, rank, launch=replace(JOB, world_size=2), activations=100)
-    found = job_directory.load_ranks(tmp_path)
+    found = load_ranks(tmp_path)
     assert found["imbalance"]["max_bytes"] == 100
     assert found["warnings"] == ["the profiles of rank 2 are of an earlier job, and are left out"]
 
@@ -155,7 +155,7 @@ def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
     hosts = [replace(JOB, rank=rank, host=host) for rank, host in ((0, "a"), (2, "b"))]
     change(tmp_path, 0, launch=hosts[0])
     change(tmp_path, 2, launch=hosts[1], started_unix_ns=2_000_000_020, ended_unix_ns=3_000_000_000)
-    found = job_directory.load_ranks(tmp_path)
+    found = load_ranks(tmp_path)
     assert found["status"] == "failed"
     assert found["warnings"] == [
         "rank 1 failed after 2 steps (ValueError: no data): its figures are those until then",
@@ -171,7 +171,7 @@ def test_what_several_ranks_say_alike_is_said_once(tmp_path: Path) -> None:
     finding = {"kind": "growing_memory", "module": "head", "evidence": "it grows", "remedy": "stop it"}
     for rank in (0, 1, 3):
         change(tmp_path, rank, warnings=["events were dropped"], findings=[{**finding, "bytes": 10 + rank}])
-    found = job_directory.load_ranks(tmp_path)
+    found = load_ranks(tmp_path)
     assert found["warnings"] == ["ranks 0-1, 3: events were dropped"]
     assert found["findings"] == [{**finding, "bytes": 13, "ranks": [0, 1, 3]}]
     assert "ranks 0-1, 3: it grows" in printed(found)
@@ -183,7 +183,7 @@ def test_memory_on_another_ranks_gpu(tmp_path: Path) -> None:
     stray = json.loads(json.dumps(profile["devices"]["cuda:1"]))
     stray["peak"] |= {"requested_bytes": 64, "categories": {"unattributed": 64}}
     change(tmp_path, 1, devices={"cuda:0": stray, **profile["devices"]})
-    (found,) = job_directory.load_ranks(tmp_path)["findings"]
+    (found,) = load_ranks(tmp_path)["findings"]
     assert (found["kind"], found["bytes"], found["ranks"]) == ("stray_gpu_memory", 64, [1])
 
 
@@ -210,25 +210,25 @@ def test_what_a_job_s_report_cannot_do_is_refused(
 def test_no_ranks_at_all(tmp_path: Path) -> None:
     (tmp_path / "rank_0").mkdir()
     with pytest.raises(MemprofError, match="no readable profile of a rank"):
-        job_directory.load_ranks(tmp_path)
+        load_ranks(tmp_path)
 
 
 def test_only_the_last_one_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = [ProfileDirectory(tmp_path / f"rank_{rank}", replace(JOB, rank=rank, world_size=2)) for rank in (0, 1)]
     write(tmp_path, 0, launch=replace(JOB, world_size=2), activations=100)
-    assert job_directory.write_job_summary(both[0]) is None  # rank 1 has not begun
+    assert write_job_summary(both[0]) is None  # rank 1 has not begun
     write(tmp_path, 1, launch=replace(JOB, world_size=2, launcher=99), activations=100)
-    assert job_directory.write_job_summary(both[0]) is None  # what lies there is an earlier job's
+    assert write_job_summary(both[0]) is None  # what lies there is an earlier job's
     write(tmp_path, 1, launch=replace(JOB, world_size=2), activations=100)
     (tmp_path / "rank_1/profile.json").rename(tmp_path / "kept")
-    assert job_directory.write_job_summary(both[0]) is None  # rank 1 is running: it holds its lock
+    assert write_job_summary(both[0]) is None  # rank 1 is running: it holds its lock
     (tmp_path / "kept").rename(tmp_path / "rank_1/profile.json")
-    summary = job_directory.write_job_summary(both[1])
+    summary = write_job_summary(both[1])
     assert summary is not None
     written = json.loads((tmp_path / "ranks.json").read_text())
     assert written == summary
     jsonschema.validate(written, schema_of(JobSummary))
-    assert job_directory.write_job_summary(both[0]) is None  # it is done
+    assert write_job_summary(both[0]) is None  # it is done
     for claimed in both:
         claimed.release()
 

@@ -25,8 +25,7 @@ from opacus_memprof.profiles.profile import Profile, VirtualGpus, virtual_mark
 from opacus_memprof.reports.diff import diff_markdown, print_tax
 from opacus_memprof.reports.export import FORMATS
 from opacus_memprof.reports.oom import exception_note
-from opacus_memprof.reports.text import print_job, print_profile
-from opacus_memprof.reports.top import live_view
+from opacus_memprof.reports.text import live_view, print_job, print_profile
 from tests.unit.event_files import EventFile
 
 H200: dict[str, Any] = {"gpu": "h200", "name": "NVIDIA H200", "memory_bytes": 3 * 2**29, "devices": 1}

@@ -14,10 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
-from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.agreement import KeptRefusal
-from opacus_memprof.clipping.arguments import Nonfinite
+from opacus_memprof.clipping.arguments import ClipRule, Nonfinite
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass, Factors, Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_products, pop_small_sums
-from opacus_memprof.clipping.rules import ClipRule
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 

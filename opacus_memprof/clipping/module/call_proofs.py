@@ -16,11 +16,11 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model, refuse_context_parallel
 from opacus_memprof.clipping.module.calls import Call, batch_size
+from opacus_memprof.clipping.proof.batches import is_compiled, tensors_in
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
 from opacus_memprof.clipping.proof.joint_proofs import JointProofs
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
-from opacus_memprof.clipping.proof.outputs import is_compiled, tensors_in
 from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.situations import Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError

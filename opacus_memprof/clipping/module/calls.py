@@ -13,9 +13,9 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackwa
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
+from opacus_memprof.clipping.proof.batches import alias_leaves
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
-from opacus_memprof.clipping.proof.outputs import alias_leaves
 from opacus_memprof.clipping.proof.situations import Situation
 from opacus_memprof.errors import MemprofError
 

@@ -11,7 +11,16 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.clipping.agreement import inner_model, let_reducer_run
-from opacus_memprof.clipping.arguments import CHECKS, Check, Nonfinite, Passes, check_nonfinite, check_passes
+from opacus_memprof.clipping.arguments import (
+    CHECKS,
+    Check,
+    Clipping,
+    ClipRule,
+    Nonfinite,
+    Passes,
+    check_nonfinite,
+    check_passes,
+)
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
@@ -33,10 +42,9 @@ from opacus_memprof.clipping.module.calls import (
     one_pass_fits,
     wheres_by_shape,
 )
+from opacus_memprof.clipping.proof.batches import tensors_in
 from opacus_memprof.clipping.proof.certificate import Certificate
-from opacus_memprof.clipping.proof.outputs import tensors_in
 from opacus_memprof.clipping.proof.situations import Situation, Situations
-from opacus_memprof.clipping.rules import Clipping, ClipRule
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 

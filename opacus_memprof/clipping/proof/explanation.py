@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
+from opacus_memprof.clipping.proof.batches import as_output, has_samples
 from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.outputs import as_output
-from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.errors import MemprofError

@@ -23,9 +23,17 @@ from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, res
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.proof.batches import (
+    GENTLE,
+    LARGE,
+    SMALL,
+    VARIANTS,
+    cotangents,
+    has_samples,
+    perturbed,
+    tensors_in,
+)
 from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
-from opacus_memprof.clipping.proof.outputs import cotangents, tensors_in
-from opacus_memprof.clipping.proof.perturbation import GENTLE, LARGE, SMALL, VARIANTS, has_samples, perturbed
 from opacus_memprof.clipping.proof.recorder import (
     ManyRecorder,
     RowRecorder,

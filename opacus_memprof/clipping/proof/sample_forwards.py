@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Running
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.proof.outputs import tensors_in
+from opacus_memprof.clipping.proof.batches import tensors_in
 
 SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
 """The samples of each forward. Indices beyond the batch stand for samples that are made from others."""

@@ -19,9 +19,9 @@ from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, res
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
+from opacus_memprof.clipping.proof.batches import has_samples
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.model_state import Arguments, without_compiled_autograd, without_saved_tensors_hooks
-from opacus_memprof.clipping.proof.perturbation import has_samples
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.prover import Doubt, Program, Prover
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows

@@ -11,8 +11,17 @@ from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.profile import virtual_gpu_of
 from opacus_memprof.profiles.units import format_bytes, format_signed_bytes, shorten_name
-from opacus_memprof.reports.figures import byte_axis, category_label, label_bars, legend, saved_figure, stacked_bars
-from opacus_memprof.reports.palette import THEMES, Theme, category_color
+from opacus_memprof.reports.figures import (
+    THEMES,
+    Theme,
+    byte_axis,
+    category_color,
+    category_label,
+    label_bars,
+    legend,
+    saved_figure,
+    stacked_bars,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

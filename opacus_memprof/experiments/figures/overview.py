@@ -13,8 +13,16 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.figures.bars import headline, height, labels, peaks
 from opacus_memprof.experiments.rows import OPERATIONS, Line, Row, lines_over, memory_types, size_of, varied_sizes
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.reports.figures import byte_axis, category_label, legend, saved_figure, stacked_bars
-from opacus_memprof.reports.palette import THEMES, Theme, category_color
+from opacus_memprof.reports.figures import (
+    THEMES,
+    Theme,
+    byte_axis,
+    category_color,
+    category_label,
+    legend,
+    saved_figure,
+    stacked_bars,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,6 +19,8 @@ from opacus_memprof.experiments.rows import SET_UP, Row
 from opacus_memprof.profiles.experiment_result import PROOF, ExperimentResult
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
+    THEMES,
+    Theme,
     byte_axis,
     category_label,
     event_axis,
@@ -29,7 +31,6 @@ from opacus_memprof.reports.figures import (
     second_axis,
     stacked_areas,
 )
-from opacus_memprof.reports.palette import THEMES, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import Any
 
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.reports.palette import THEMES, category_color
+from opacus_memprof.reports.figures import THEMES, category_color
 from opacus_memprof.versions import VERSION
 
 _HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ from opacus_memprof.profiles.job_summary import JobSummary, Rank
 from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import DeviceSnapshot, FailedAllocation, Groups, Timeline
+from opacus_memprof.reports.figures import CATEGORY_COLORS
 from opacus_memprof.reports.html import build_page
-from opacus_memprof.reports.palette import CATEGORY_COLORS
 
 _SCRIPTS = [
     "base.js",

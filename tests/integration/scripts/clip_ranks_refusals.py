@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from opacus_memprof.clipping.rules import ClipRule
+from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import criterion
 from tests.integration.scripts.rank_training import (

@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suggests changes that make a run fit, with the bytes that each saves and how they were computed."""
+"""Suggests changes that make a run fit, or that lower the peak of a run that had enough memory.
 
-from collections.abc import Callable, Iterator
+Each has the bytes that it saves and how they were computed. The peak of a run that had enough memory is read as if the
+run had ended there, with a failed allocation.
+"""
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, Suggestion
+from opacus_memprof.analysis.oom.estimate import estimate_step
+from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, read_history
+from opacus_memprof.analysis.oom.leftovers import Leftovers
 from opacus_memprof.analysis.oom.predict import Case
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.oom_report import needs_edit
+from opacus_memprof.profiles.profile import Device, Improvement, Peak, PhasePeak
 
 __all__ = ["Suggestion", "advise"]
 
@@ -22,6 +34,18 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.another_mode,
     training.change_training,
 )
+_WORTHWHILE = 0.02  # of the peak
+# Improvements: they change neither the result of the training nor its batch.
+_IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
+    waste.drop_unused_gradients,
+    waste.set_gradients_to_none,
+    changes.norms_without_squares,
+    changes.adopted_samples,
+    changes.another_mode,
+    training.keep_fewer_activations,
+)
+_FEWER_ACTIVATIONS = {"checkpoint", "dtype", "fused_attention"}  # kinds of actions
+_OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 
 
 def advise(case: Case) -> list[Suggestion]:
@@ -39,4 +63,92 @@ def advise(case: Case) -> list[Suggestion]:
             each.change if each.fits is not False else 0,
             -each.saved,
         ),
+    )
+
+
+def find_improvements(
+    name: str, device: Device, replayed: Mapping[str, Any], names: Names, shapes: TrainingShapes
+) -> list[Improvement]:
+    """Returns changes that lower the peak, the lowest predicted peak first. Nothing if no training was followed.
+
+    Args:
+        name: the device, such as "cuda:0".
+        device: its entry in profile.json.
+        replayed: its entry in core.replay's result.
+        names: translates ids.
+        shapes: what is being trained.
+    """
+    peak = device.peak
+    if not device.steps or not peak.modules:
+        return []
+    failure = _peak_as_failure(name, peak)
+    history = read_history(replayed, names, device.steps[-1].step + 1)
+    nothing = Leftovers()
+    step = estimate_step(failure, shapes, history, nothing)
+    if step is None:
+        return []
+    samples = shapes.batch_size_in(peak.step)
+    case = Case(failure, shapes, history, DeviceMemory(capacity=None), step, samples, nothing)
+    between = [device.phases[phase] for phase in ("setup", "idle") if phase in device.phases]
+    floors = {
+        fewer_activations: max((_kept(instant, fewer_activations=fewer_activations) for instant in between), default=0)
+        for fewer_activations in (False, True)
+    }
+    found = [
+        Improvement(
+            each.title,
+            each.code,
+            max(each.peak, floors[not _FEWER_ACTIVATIONS.isdisjoint(action.kind for action in each.actions)]),
+            each.computed,
+            needs_edit(each.actions),
+        )
+        for adviser in _IMPROVING_ADVISERS
+        for each in adviser(case)
+    ]
+    worthwhile = [each for each in found if each.predicted_peak_bytes < (1 - _WORTHWHILE) * peak.requested_bytes]
+    return sorted(worthwhile, key=lambda each: each.predicted_peak_bytes)
+
+
+def _kept(instant: PhasePeak, *, fewer_activations: bool) -> int:
+    """Returns the bytes of an instant between the phases of a step that remain with another mode, or fewer activations.
+
+    The loss is usually computed at such an instant, with all activations of the forward pass.
+    """
+    freed = (*_OF_PRIVACY, *(("activations", "activation_hooks") if fewer_activations else ()))
+    return instant.peak_bytes - sum(instant.categories.get(category, 0) for category in freed)
+
+
+def _peak_as_failure(name: str, peak: Peak) -> Failure:
+    """Reads the peak as if an allocation of no bytes had failed there."""
+    largest: dict[tuple[str, str], int] = {}
+    for block in peak.largest_blocks:
+        key = block.module, block.category
+        largest[key] = max(largest.get(key, 0), block.bytes)
+    groups = [
+        BlockGroup(
+            bytes=size,
+            blocks=1,
+            largest=largest.get((module, category), size),
+            category=category,
+            module=module,
+            op="",
+            phase=peak.phase,
+            step=peak.step,
+        )
+        for module, sizes in peak.modules.items()
+        for category, size in sizes.items()
+    ]
+    return Failure(
+        number=0,
+        device=name,
+        requested=0,
+        category="unattributed",
+        module="",
+        op="",
+        phase=peak.phase,
+        step=peak.step,
+        logical_step=peak.logical_step or 0,
+        unix_ns=peak.unix_ns,
+        block_groups=tuple(sorted(groups, key=lambda group: -group.bytes)),
+        upstream={},
     )
