@@ -8,6 +8,7 @@ runs them on a virtual GPU, which keeps no such promise; those marked `true_numb
 import gc
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,6 +62,16 @@ def _frozen_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_attached_left() -> Iterator[None]:
+    """A model that a test leaves attached does not change the names of a later file's modules; pytest tells of it."""
+    yield
+    hooks = sys.modules.get("opacus_memprof.hooks")
+    for left, attachment in list(hooks._attached.items()) if hooks is not None else ():
+        warnings.warn(f"{type(left).__name__} is still attached after the tests of a file", stacklevel=1)
+        attachment.detach()
 
 
 @pytest.fixture(autouse=True)
