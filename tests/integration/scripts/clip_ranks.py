@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip on several processes, against clipping by hand, in float64, of all ranks' samples in one process.
 
-python clip_ranks.py BACKEND RANKS GROUP...    runs the groups' cases; each prints the largest difference that it has
-found. The backend is gloo, on the CPU, or nccl, on a GPU for each rank.
+python clip_ranks.py BACKEND RANKS NAME...    runs these cases, or groups of them, which are a case's first word; each
+prints the largest difference that it has found. The backend is gloo, on the CPU, or nccl, on a GPU for each rank.
 """
 
 import contextlib
@@ -295,7 +295,7 @@ def run(rank: int, backend: str, world: int, port: int, groups: list[str]) -> No
         torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     for case, act in CASES.items():
-        if case.split()[0] in groups:
+        if case in groups or case.split()[0] in groups:
             act(case)
     leave_group()
 
