@@ -79,13 +79,15 @@ def _is_chosen(fault: Fault, words: list[str], cuda: bool) -> bool:
 
 
 def copy_sources(tree: Path) -> None:
-    """Copies the package, with links to its extensions, and its tests."""
+    """Copies the package and its tests, and makes links to extensions and to all else that tests read."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("opacus_memprof", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for extension in (ROOT / "opacus_memprof").rglob("*.so"):
         (tree / extension.relative_to(ROOT)).symlink_to(extension)
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for path in ROOT.glob("[!.]*"):
+        if not (tree / path.name).exists():
+            (tree / path.name).symlink_to(path)
 
 
 def plant(tree: Path, fault: Fault) -> tuple[str, str]:
@@ -98,18 +100,33 @@ def plant(tree: Path, fault: Fault) -> tuple[str, str]:
     Returns:
         "caught", "survived" or "broken", and the first test that failed. A fault is broken if tests cannot be run.
     """
-    file = tree / PACKAGE / fault.file
-    original = file.read_text()
-    try:
-        _write(file, fault.planted())
-        done = run_tests(tree, fault.tests)
-    finally:
-        _write(file, original)
+    done = run_with(tree, f"{PACKAGE}/{fault.file}", fault.planted(), fault.tests)
     outcome = {0: "survived", 1: "caught"}.get(done.status, "broken")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.printed, re.MULTILINE)
     if outcome == "broken":
         return outcome, done.printed[-400:]
-    return outcome, failed[1].rpartition("::")[2] if failed else fault.why
+    return outcome, done.first_failure().rpartition("::")[2] or fault.why
+
+
+def run_with(tree: Path, name: str, planted: str, tests: Iterable[str], longest: float = _LONGEST) -> "Result":
+    """Runs tests in a copy in which one file has another text.
+
+    Args:
+        tree: where the copy is.
+        name: the file in it.
+        planted: its text.
+        tests: the tests.
+        longest: seconds that they may take.
+
+    Returns:
+        how they ended.
+    """
+    file = tree / name
+    original = file.read_text()
+    try:
+        _write(file, planted)
+        return run_tests(tree, tests, longest)
+    finally:
+        _write(file, original)
 
 
 def _write(file: Path, text: str) -> None:
@@ -126,8 +143,13 @@ class Result:
     status: int
     printed: str
 
+    def first_failure(self) -> str:
+        """Returns the first test that failed, or ""."""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", self.printed, re.MULTILINE)
+        return failed[1] if failed else ""
 
-def run_tests(tree: Path, tests: Iterable[str]) -> Result:
+
+def run_tests(tree: Path, tests: Iterable[str], longest: float = _LONGEST) -> Result:
     """Runs tests in a copy, until one fails: in a fork of this process, which has imported what they need."""
     with tempfile.TemporaryFile("w+") as output:
         process = os.fork()
@@ -137,7 +159,7 @@ def run_tests(tree: Path, tests: Iterable[str]) -> Result:
                 status = _run_here(tree, list(tests), output.fileno())
             finally:
                 os._exit(status)
-        status = _wait(process)
+        status = _wait(process, longest)
         output.seek(0)
         return Result(status, output.read())
 
@@ -158,9 +180,9 @@ def _run_here(tree: Path, tests: list[str], output: int) -> int:
     return status
 
 
-def _wait(process: int) -> int:
+def _wait(process: int, longest: float) -> int:
     """Waits for a process and returns its exit status; ends it, with what it has started, if it takes too long."""
-    end = time.monotonic() + _LONGEST
+    end = time.monotonic() + longest
     while time.monotonic() < end:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
