@@ -17,8 +17,8 @@ from pathlib import Path
 
 _PACKAGE = "opacus_memprof"
 # Built against torch. _core is not: it reads profiles.
-_OF_TORCH = re.compile(rf"{_PACKAGE}/(?:_C\.|_clipping\.|_virtual\.|_build_info\.py$|virtual_gpu/lib/)")
-_COMPILED = re.compile(rf"{_PACKAGE}/_core\.")  # by the same compiler, but its bytes need not be the same
+_OF_TORCH = re.compile(rf"{_PACKAGE}/(?:_(?:C|clipping|virtual)\..*\.so$|_build_info\.py$|virtual_gpu/lib/)")
+_COMPILED = re.compile(rf"{_PACKAGE}/_core\..*\.so$")  # by the same compiler, but its bytes need not be the same
 # Libraries that torch has loaded before.
 _OF_OTHERS = ("libtorch*", "libc10*", "libcudart.so.*")
 

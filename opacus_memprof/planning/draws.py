@@ -6,9 +6,9 @@ is binomial. Virtual runs find the largest batch size that fits; the probability
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.configuration import PlannedConfiguration, Range
@@ -20,7 +20,6 @@ TOLERATED = 1e-6  # probability that a training runs out of memory
 _NEGLIGIBLE = 1e-9  # probability of batches larger than those considered
 _QUANTILES = (0.5, 0.9, 0.99, 0.999999)
 _PARTS = (1.0, 0.85, 0.7, 0.5)  # physical batches, as fractions of the largest that fits: clipped sums need memory
-_SPREAD = 40  # standard deviations beyond which probabilities are below 1e-300
 
 
 @dataclass(frozen=True)
@@ -31,39 +30,18 @@ class LargestBatch:
     rate: float
     steps: int
 
-    @cached_property
-    def _sizes(self) -> tuple[int, list[float]]:
-        """The smallest size considered, and the probability that a batch is larger, from this size on."""
-        mean = self.samples * self.rate
-        spread = _SPREAD * (math.sqrt(mean * (1 - self.rate)) + 1)
-        first, last = max(0, int(mean - spread)), min(self.samples, int(mean + spread) + 1)
-        tails = []
-        tail = 0.0
-        for size in range(last, first - 1, -1):  # smallest addends first, for precision
-            tails.append(tail)
-            tail += self._probability_of(size)
-        return first, tails[::-1]
-
-    def _probability_of(self, size: int) -> float:
-        if self.rate in (0.0, 1.0):
-            return float(size == self.samples * self.rate)
-        n, k = self.samples, size
-        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-        return math.exp(ways + k * math.log(self.rate) + (n - k) * math.log1p(-self.rate))
-
     def probability_above(self, size: int) -> float:
         """Returns the probability that at least one of the batches is larger than `size`."""
-        first, tails = self._sizes
-        if size < first:
-            return 1.0
-        tail = tails[size - first] if size - first < len(tails) else 0.0
+        from scipy.special import betainc  # Opacus, whose sampler this is about, has brought it
+
+        if not 0 <= size < self.samples:
+            return float(size < 0)
+        tail = float(betainc(size + 1, self.samples - size, self.rate))  # of one batch: more than `size` successes
         return 1.0 if tail >= 1 else -math.expm1(self.steps * math.log1p(-tail))
 
     def quantile(self, probability: float) -> int:
         """Returns the smallest size that the largest batch does not exceed with this probability."""
-        first, tails = self._sizes
-        sizes = range(first, first + len(tails))
-        return next((size for size in sizes if self.probability_above(size) <= 1 - probability), self.samples)
+        return bisect_left(range(self.samples), True, key=lambda size: self.probability_above(size) <= 1 - probability)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ def wheel(folder: Path, torch: str, cuda: str | None, **other: str) -> Path:
     files = {
         "opacus_memprof/__init__.py": "import this",
         "opacus_memprof/_C.cpython-311-x86_64-linux-gnu.so": f"_C of {torch}",
+        "opacus_memprof/_C.pyi": "types",
         "opacus_memprof/_build_info.py": said,
         "opacus_memprof/_clipping.cpython-311-x86_64-linux-gnu.so": f"_clipping of {torch}",
         "opacus_memprof/_core.cpython-311-x86_64-linux-gnu.so": f"_core beside {torch}",
@@ -192,6 +193,7 @@ def test_wheels_of_several_torches_become_one(tmp_path: Path) -> None:
         files = {name: archive.read(name).decode() for name in archive.namelist()}
     record = files.pop("opacus_memprof-0.1.0.dist-info/RECORD").splitlines()
     assert files.pop("opacus_memprof/__init__.py") == "import this"
+    assert files.pop("opacus_memprof/_C.pyi") == "types"
     assert files.pop("opacus_memprof/_core.cpython-311-x86_64-linux-gnu.so") == "_core beside 2.14.0+cu130"
     assert files.pop("opacus_memprof-0.1.0.dist-info/WHEEL")
     for build, torch in (("torch2.14-cu13-01234567", "2.14.0+cu130"), ("torch2.15-cpu-01234567", "2.15.0")):
@@ -204,7 +206,7 @@ def test_wheels_of_several_torches_become_one(tmp_path: Path) -> None:
     digest = base64.urlsafe_b64encode(hashlib.sha256(b"import this").digest()).decode().rstrip("=")
     assert f"opacus_memprof/__init__.py,sha256={digest},11" in record
     assert record[-1] == "opacus_memprof-0.1.0.dist-info/RECORD,,"
-    assert len(record) == 12
+    assert len(record) == 13
 
 
 @pytest.mark.parametrize(
