@@ -379,6 +379,23 @@ def write_job_summary(claimed: ProfileDirectory) -> JobSummary | None:
         os.close(descriptor)
 
 
+def has_started_ranks(claimed: ProfileDirectory) -> bool:
+    """Returns whether ranks that this process has started have recorded profiles in its own directory."""
+    folders = (folder for folder in claimed.path.glob("rank_*") if folder.is_dir())
+    return any(_modified_at(folder) >= claimed.claimed_at for folder in folders)
+
+
+def write_summary_of_started_ranks(path: Path) -> JobSummary:
+    """Writes ranks.json of the ranks that a process has started, and returns its content.
+
+    Raises:
+        MemprofError: no rank has a readable profile, or ranks.json cannot be written.
+    """
+    summary = load_ranks(path)
+    write_text(path / RANKS, to_json(summary))
+    return summary
+
+
 def _has_ended(folder: Path, launch: Launch) -> bool:
     """Returns whether the rank took part in the job of `launch` and has ended."""
     if not launch.same_job(_launch(folder)):

@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from opacus_memprof.errors import MemprofError
@@ -85,6 +86,7 @@ class ProfileDirectory:
     Attributes:
         path: the absolute path.
         launch: for a rank's directory, the process of the job.
+        claimed_at: when it was claimed, in seconds since 1970.
 
     Raises:
         MemprofError: the directory cannot be written, holds files that are not a profile, is being written by another
@@ -94,6 +96,7 @@ class ProfileDirectory:
     def __init__(self, path: str | os.PathLike[str], launch: Launch | None = None) -> None:
         self.path = Path(path).absolute()  # the program may change its working directory
         self.launch = launch
+        self.claimed_at = time.time()
         self._made = not self.path.exists()
         _refuse_unless_replaceable(self.path)
         try:
@@ -112,21 +115,20 @@ class ProfileDirectory:
             )
 
     def clear(self) -> None:
-        """Removes the earlier profile.
+        """Removes the earlier profile, or the ranks that an earlier program had started.
 
         Rank 0 also removes the summary of all ranks, and the ranks of an earlier job that had more.
         """
+        self.remove_files()
+        if self.launch is None and (self.path / RANKS).exists():
+            _remove_ranks(self.path, 0)
+        elif self.launch is not None and self.launch.rank == 0:
+            _remove_ranks(self.path.parent, self.launch.world_size)
+
+    def remove_files(self) -> None:
+        """Removes the files of this profile, and nothing of ranks."""
         for file in self._files():
             file.unlink()
-        if self.launch is not None and self.launch.rank == 0:
-            (self.path.parent / RANKS).unlink(missing_ok=True)
-            for rank, directory in rank_directories(self.path.parent).items():
-                if rank >= self.launch.world_size:
-                    with contextlib.suppress(MemprofError, OSError):  # in use, or not a profile
-                        earlier = ProfileDirectory(directory)
-                        earlier.clear()
-                        earlier.release()
-                        directory.rmdir()
 
     def _files(self) -> list[Path]:
         files = [*self.path.glob(_LATER_PIECES), *(self.path / name for name in _FILES)]
@@ -146,8 +148,20 @@ class ProfileDirectory:
                 self.path.rmdir()
 
 
+def _remove_ranks(path: Path, first: int) -> None:
+    """Removes the summary of a job's ranks, and the profiles of the ranks from `first` on."""
+    (path / RANKS).unlink(missing_ok=True)
+    for rank, directory in rank_directories(path).items():
+        if rank >= first:
+            with contextlib.suppress(MemprofError, OSError):  # in use, or not a profile
+                earlier = ProfileDirectory(directory)
+                earlier.clear()
+                earlier.release()
+                directory.rmdir()
+
+
 def _refuse_unless_replaceable(path: Path) -> None:
-    """Raises MemprofError unless the directory is empty, or one of its files is a profiler's.
+    """Raises MemprofError unless the directory is empty, holds ranks, or one of its files is a profiler's.
 
     A session may have had no events, and a killed session may have only begun one of its files.
 
@@ -157,7 +171,7 @@ def _refuse_unless_replaceable(path: Path) -> None:
     if not path.is_dir():
         return
     with contextlib.suppress(OSError):
-        if _is_empty(path):
+        if _is_empty(path) or ((path / RANKS).exists() and rank_directories(path)):
             return
     for name, beginning in ((EVENTS, _MAGIC), (PROFILE, _SUMMARY), (META, _CLOCK), (_UNFINISHED, _CLOCK)):
         with contextlib.suppress(OSError), open(path / name, "rb") as file:

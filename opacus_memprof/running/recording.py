@@ -21,6 +21,7 @@ from opacus_memprof.profiles.directory import ProfileDirectory
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.after_import import AfterImport
 from opacus_memprof.running.program import Program, print_exception
+from opacus_memprof.running.started_ranks import record_started_ranks
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
@@ -63,6 +64,8 @@ class ProgramRecording:
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
         self._intercept_exits()
+        if self._directory.launch is None:
+            record_started_ranks(self._directory.path, self._device, self._max_events)
         try:
             program.run()
         except SystemExit as error:
@@ -83,6 +86,23 @@ class ProgramRecording:
                 self._signal = signal.SIGINT
             print_exception(error)
             sys.exit(1)
+
+    def record_rank(self) -> None:
+        """Records this process, whose program runs already, from now on until it ends.
+
+        Raises:
+            MemprofError: recording could not start.
+        """
+        atexit.register(self._finish)
+        self._on_torch_import()
+        AfterImport("opacus", self._on_opacus_import)
+        self._intercept_exits()
+
+    def note_error(self, error: BaseException) -> None:
+        """Takes note of the exception that ends the program of `record_rank`."""
+        self._error = error
+        if self._session is not None and not isinstance(error, SystemExit):
+            self._session.explain(error)
 
     # --- begin of the recording ---
 
@@ -177,9 +197,12 @@ class ProgramRecording:
             elif self._start_error is not None:
                 _print_note(str(self._start_error))
             return
+        from opacus_memprof.analysis.job import has_started_ranks
         from opacus_memprof.recording import observations
         from opacus_memprof.session import one_line, outcome
 
+        if self._directory.launch is None and has_started_ranks(self._directory):
+            return self._leave_to_ranks(self._session)
         if not observations.layer_shapes().modules:
             raised = [each["error"] for each in observations.recorded() if each["kind"] == "make_private_raised"]
             self._session.warnings.append(
@@ -198,6 +221,21 @@ class ProgramRecording:
             _print_note(str(error))
         else:
             self._print_result(self._session, profile)
+
+    def _leave_to_ranks(self, session: "Session") -> None:
+        """Prints the summary of the ranks that this process has started, and leaves no profile of its own."""
+        from opacus_memprof.analysis.job import write_summary_of_started_ranks
+        from opacus_memprof.analysis.job_view import view_job
+        from opacus_memprof.reports.summary import print_summary
+
+        session.discard()
+        self._directory.remove_files()
+        try:
+            view = view_job(write_summary_of_started_ranks(session.directory), session.directory)
+        except MemprofError as error:
+            return _print_note(str(error))
+        _print_summary(print_summary, view)
+        _print_note(f"the profiles of all ranks are in {session.directory}")
 
     def _print_result(self, session: "Session", profile: Profile) -> None:
         """Prints the summary. With several ranks, the last one to end prints the summary of all."""

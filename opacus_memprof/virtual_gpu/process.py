@@ -8,15 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.children import run_in_children
 from opacus_memprof.virtual_gpu import collectives
 from opacus_memprof.virtual_gpu.devices import Gpu, find_gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
@@ -29,10 +29,6 @@ _MIN_MEMORY = 2**28  # bytes of a device, in addition to its context
 _EXIT_TIMEOUT_S = 1.0
 _EXIT_PAUSE_S = 0.005
 _THREADS = Path("/proc/self/task")
-
-_PACKAGES = str(Path(__file__).parents[2])
-# The beginning of the code that multiprocessing passes to `python -c`.
-_CODE_PREFIXES = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 
 
 @dataclass(frozen=True)
@@ -239,22 +235,13 @@ def _pass_to_children(kind: str, memory: int, count: int) -> None:
     """Gives these virtual GPUs to the processes that multiprocessing spawns from now on.
 
     With the start methods `spawn` and `forkserver` these are new Python processes, which import torch when they
-    unpickle their arguments. The virtual GPU must start before that, so its start is prepended to the `python -c` code
-    that multiprocessing runs in them. No environment variable is used, so other programs get no virtual GPU.
+    unpickle their arguments. The virtual GPU must start before that.
 
     Args:
         kind: a key of `GPUS`.
         memory: bytes of each GPU.
         count: the number of GPUs.
     """
-    spawn = util.spawnv_passfds
-    start_code = (
-        f"import sys; sys.path.append({_PACKAGES!r}); from opacus_memprof import virtual_gpu; "
-        f"virtual_gpu.start({kind!r}, memory={memory}, count={count}); "
+    run_in_children(
+        f"from opacus_memprof import virtual_gpu; virtual_gpu.start({kind!r}, memory={memory}, count={count})"
     )
-
-    def spawn_with_gpus(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        args = [start_code + arg if isinstance(arg, str) and arg.startswith(_CODE_PREFIXES) else arg for arg in args]
-        return spawn(path, args, passfds)
-
-    vars(util)["spawnv_passfds"] = spawn_with_gpus

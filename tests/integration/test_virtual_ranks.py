@@ -182,3 +182,20 @@ def test_models_without_their_weights(tmp_path: Path) -> None:
     assert found["host_bytes"] < 400 * 2**20  # of 2.9 GB on the CPU, and on the device for a step with adapters
     assert found["allocated_bytes"] >= 2 * found["parameters"]
     assert "quantized weights" in found["refusal"]
+
+
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--virtual-gpu", "h100", "--virtual-gpus", "2"]])
+def test_ranks_that_a_program_starts_record_themselves(tmp_path: Path, device: list[str]) -> None:
+    """And the process that waits for them leaves no profile of its own, in a directory that can be used again."""
+    for attempt, failing in enumerate([[], ["fail"]]):
+        program = (SCRIPTS / "spawned_ranks.py", tmp_path / f"store{attempt}", *failing)
+        done = python("-m", "opacus_memprof", "run", *device, "-o", tmp_path / "out", *program, returns=len(failing))
+        assert f"2 ranks, {'failed' if failing else 'finished'}" in done.stdout
+        assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["rank_0", "rank_1", "ranks.json"]
+        summary = json.loads((tmp_path / "out/ranks.json").read_text())
+        assert (summary["world_size"], summary["missing"]) == (2, [])
+        statuses = {row["rank"]: row["status"] for row in summary["ranks"]}
+        assert statuses[1] == ("failed" if failing else "finished")
+        for row in summary["ranks"]:
+            assert row["peak"]["categories"]["model_parameters"] >= 4 * 256 * 256
+            assert row["steps"] == 3
