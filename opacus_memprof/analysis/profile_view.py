@@ -16,6 +16,7 @@ from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.json_object import read_json_object
 from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.plan import add_trials
 from opacus_memprof.profiles.profile import (
     Device,
     DeviceSnapshot,
@@ -362,5 +363,7 @@ def _read_oom_report(directory: Path | None) -> OomReport | None:
     path = None if directory is None else directory / OOM_REPORTS[1]
     if path is not None and path.is_file():
         with contextlib.suppress(MemprofError):
-            return read_json_object(path, OomReport)
+            report = read_json_object(path, OomReport)
+            add_trials(report)  # a plan may have tried its suggestions since
+            return report
     return None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from msgspec import UNSET
+
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PRIVATE
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
@@ -119,8 +121,10 @@ def failure_verdict(report: OomReport) -> VerdictView:
 
 
 def select_suggestions(suggestions: Sequence[SuggestedChange]) -> Sequence[SuggestedChange]:
-    """Returns the suggestions that fit or, if none does, all of them."""
-    return [suggestion for suggestion in suggestions if suggestion.fits is not False] or suggestions
+    """Returns the suggestions that fit, and behind them those with which a run failed; if none fits, all of them."""
+    fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
+    failed = [suggestion for suggestion in suggestions if suggestion.tried is not UNSET and suggestion.tried.error]
+    return [*fitting, *failed] if fitting else suggestions
 
 
 def _describe_reserved(device: Device) -> str:
@@ -153,7 +157,11 @@ def _improvement(improvement: Improvement, peak: int) -> Fix:
 def _suggestion(suggestion: SuggestedChange) -> Fix:
     fits = {True: "fits", False: "too large", None: ""}[suggestion.fits]
     fits = "fits tightly" if suggestion.is_tight else fits
-    peak = format_bytes(suggestion.predicted_peak_bytes)
+    peak, trial = format_bytes(suggestion.predicted_peak_bytes), suggestion.tried
+    if trial is not UNSET:
+        peak = peak if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        fits = "fails" if trial.error else fits
+        return Fix(suggestion.title, suggestion.code, peak, fits, "tried", note=trial.error)
     return Fix(suggestion.title, suggestion.code, peak, fits, _EVIDENCE[needs_edit(suggestion.actions)])
 
 

@@ -37,6 +37,7 @@ from opacus_memprof.planning.report import (
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill, make_cells, smallest_gpus
 from opacus_memprof.planning.verdict import judge
+from opacus_memprof.profiles.directory import PLAN_DIRECTORY
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
 from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
@@ -107,7 +108,7 @@ def plan(
     ] = "local",
     resume: Annotated[bool, typer.Option("--resume", help="Keep existing runs, and run the missing ones.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the plan.")] = Path(
-        "memprof_plan"
+        PLAN_DIRECTORY
     ),
 ) -> None:
     """Find out whether a training fits on a GPU, by running it on a virtual GPU.

@@ -13,6 +13,7 @@ from opacus_memprof.planning.report import cell_content, copy_profile, verdict_c
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
+from opacus_memprof.profiles.directory import PLAN_DIRECTORY
 from opacus_memprof.profiles.files import writing
 from opacus_memprof.profiles.plan import PlanVerdict, SearchedArgument
 from opacus_memprof.profiles.units import parse_size
@@ -26,7 +27,7 @@ def plan(
     gpu: str = "h100",
     *,
     memory: str | int | None = None,
-    directory: str | os.PathLike[str] = "memprof_plan",
+    directory: str | os.PathLike[str] = PLAN_DIRECTORY,
 ) -> PlanVerdict:
     """Returns whether a function's training fits on a GPU, by calling it in a new process with a virtual GPU.
 
@@ -65,7 +66,7 @@ def largest_physical_batch(
     memory: str | int | None = None,
     low: int = 1,
     high: int = 4096,
-    directory: str | os.PathLike[str] = "memprof_plan",
+    directory: str | os.PathLike[str] = PLAN_DIRECTORY,
 ) -> int:
     """Finds the largest number from `low` to `high` with which `train(number)` fits on a GPU.
 

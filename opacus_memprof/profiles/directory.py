@@ -31,6 +31,7 @@ PRIVACY_CHECK = "privacy_check.json"  # also next to a checkpoint
 LOCK = ".lock"
 RANKS = "ranks.json"  # the summary of a job's ranks, above their directories
 RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+PLAN_DIRECTORY = "memprof_plan"  # where `opacus-memprof plan` writes without -o
 PLAN = "plan.json"  # of `opacus-memprof plan`, in the profile of the planned run
 PLANNED_RUNS = "runs.jsonl"  # the virtual runs of a plan; RUNS has their directories
 RUNS = "runs"

@@ -159,6 +159,20 @@ def needs_edit(actions: Iterable[Action]) -> bool:
     return any(action.kind not in APPLICABLE or action.value == "ghost" for action in actions)
 
 
+class Trial(JsonObject):
+    """What `plan` has found by running the same program with a change, on a virtual GPU with as much memory.
+
+    Attributes:
+        fits: whether it finished, and memory never ran out.
+        peak_bytes: the peak of requested bytes; None if the run failed.
+        error: the error with which it failed; "" if it did not.
+    """
+
+    fits: bool
+    peak_bytes: int | None
+    error: str
+
+
 class SuggestedChange(JsonObject):
     """A change that saves memory.
 
@@ -167,6 +181,7 @@ class SuggestedChange(JsonObject):
         saved_bytes: compared with `needed`.
         fits: whether the run fits with the change; None if the capacity is unknown.
         is_tight: whether it fits only if no hole as large as the largest block stays unused.
+        tried: the outcome of a run with it; absent if there was none.
     """
 
     title: str
@@ -177,6 +192,7 @@ class SuggestedChange(JsonObject):
     saved_bytes: int
     fits: bool | None
     is_tight: bool = False
+    tried: Trial | UnsetType = UNSET
 
 
 class OomReport(JsonObject, kw_only=True):

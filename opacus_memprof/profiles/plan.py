@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of plan.json. docs/planning.md explains it. Sizes are bytes, and their keys end in `_bytes`."""
 
+import contextlib
+import shlex
+from pathlib import Path
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from opacus_memprof.profiles.json_object import FORMAT, JsonObject
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import PLAN, PLAN_DIRECTORY
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object
+from opacus_memprof.profiles.oom_report import OomReport, Trial
 from opacus_memprof.profiles.profile import Sizes
 
 
@@ -195,3 +201,48 @@ class Plan(JsonObject, kw_only=True):
     search: SearchedArgument | UnsetType | None = UNSET
     cells: list[PlanCell] | UnsetType = UNSET
     smallest_gpus: list[SmallestGpu] | UnsetType = UNSET
+
+
+_SAME_MEMORY = 0.01  # the memory of GPUs of one kind differs between drivers
+
+
+def add_trials(report: OomReport, directory: Path = Path(PLAN_DIRECTORY)) -> None:
+    """Adds to suggestions what a plan has found by trying them: changes that fit come first, and others last.
+
+    A plan counts if it is of the same program with the same arguments, which has not changed since, and of a GPU with
+    as much memory.
+
+    Args:
+        report: the report of a failed allocation.
+        directory: of the plan.
+    """
+    trials: dict[str, Trial] = {}
+    with contextlib.suppress(MemprofError, OSError):  # without a plan that can be read, nothing was tried
+        plan = read_json_object(directory / PLAN, Plan)
+        if plan.verdict is not UNSET and _is_plan_of(plan, report, directory / PLAN):
+            trials = {
+                advice.title: Trial(
+                    fits=advice.tried is not None and advice.tried.fits,
+                    peak_bytes=None if advice.tried is None else advice.tried.requested_bytes,
+                    error=advice.failure,
+                )
+                for advice in plan.verdict.advice
+                if advice.tried is not None or advice.failure
+            }
+    for suggestion in report.suggestions:
+        if trial := trials.get(suggestion.title):
+            suggestion.tried, suggestion.fits = trial, trial.fits
+            suggestion.is_tight = suggestion.is_tight and not trial.fits
+    order = {True: 0, None: 1, False: 2}
+    report.suggestions.sort(key=lambda each: order[None if each.tried is UNSET else each.tried.fits])  # stable
+
+
+def _is_plan_of(plan: Plan, report: OomReport, file: Path) -> bool:
+    words = [plan.program, *plan.arguments]
+    if report.plan is UNSET or shlex.split(report.plan)[-len(words) :] != words or plan.verdict is UNSET:
+        return False
+    program, memory = Path(plan.program), report.room.device_bytes
+    planned = plan.verdict.needed_bytes + plan.verdict.spare_bytes
+    if program.is_file() and program.stat().st_mtime > file.stat().st_mtime:
+        return False
+    return memory is not None and abs(planned - memory) <= _SAME_MEMORY * memory

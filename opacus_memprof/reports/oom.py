@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows an oom_report.json: in a terminal, as a page, and as the note of an exception."""
 
+from msgspec import UNSET
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
 from opacus_memprof.analysis.profile_view import unattributed_parts
 from opacus_memprof.analysis.verdict_view import select_suggestions
-from opacus_memprof.profiles.oom_report import LeftBehind, OomReport
+from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
 from opacus_memprof.reports.html import build_page
@@ -118,6 +119,16 @@ def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
         console.print(f"\n[yellow]{format_bytes(leftovers.bytes)} were left behind by {what}[/]", highlight=False)
 
 
+def _describe_trial(suggestion: SuggestedChange) -> str:
+    trial = suggestion.tried
+    if trial is UNSET:
+        return ""
+    if trial.error:
+        return f", tried: failed with {trial.error}"
+    peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+    return f", tried: {'fits' if trial.fits else 'too large'}{peak}"
+
+
 def _print_suggestions(report: OomReport, console: Console) -> None:
     shown = select_suggestions(report.suggestions)[:_TOP_SUGGESTIONS]
     if not shown:
@@ -128,7 +139,7 @@ def _print_suggestions(report: OomReport, console: Console) -> None:
         console.print(
             f"\n[bold]{number}. {escape(suggestion.title)}[/]: "
             f"peak {format_bytes(suggestion.predicted_peak_bytes)}, "
-            f"{format_bytes(suggestion.saved_bytes)} less {fits}",
+            f"{format_bytes(suggestion.saved_bytes)} less {fits}{escape(_describe_trial(suggestion))}",
             highlight=False,
         )
         console.print(Padding(escape(suggestion.code), (0, 0, 0, 3)), style="cyan", highlight=False)

@@ -30,6 +30,7 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport
+from opacus_memprof.profiles.plan import add_trials
 from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, observe
@@ -134,6 +135,7 @@ class Forensics:
             failed, observations.layer_shapes(), captures, replayed, NameLists(**native.names()), virtual or UNSET
         )
         report.plan = _plan_command(device) or UNSET
+        add_trials(report)
         return report
 
     def _write(self, report: OomReport) -> None:

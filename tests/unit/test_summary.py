@@ -2,19 +2,25 @@
 """The first screen of a profile: verdict, what would change it, what was held."""
 
 import io
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+from made_plans import a_run
 from made_profiles import a_device, a_peak, a_profile
 from rich.console import Console
 
 from opacus_memprof.analysis.oom.failure_report import build_report
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.language import in_language
+from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange
+from opacus_memprof.profiles.plan import Plan, PlanVerdict, TriedAdvice, add_trials
 from opacus_memprof.profiles.profile import Finding, Profile
+from opacus_memprof.reports.oom import print_oom
 from opacus_memprof.reports.summary import ModuleRow, fold_modules, print_failure, print_summary
 
 MIB = 2**20
@@ -220,6 +226,84 @@ def test_code_to_copy_is_one_line() -> None:
     code = "with BatchMemoryManager(data_loader=loader, max_physical_batch_size=6, optimizer=optimizer) as loader:"
     shown = lines(print_failure, out_of_memory(a_change("half the batch", MIB, True, code)))
     assert f"   {code}" in shown
+
+
+def planned_report(script: Path) -> OomReport:
+    """Returns a report whose suggestions a plan beside the script has tried, except the first."""
+    plan = Plan(
+        program=str(script),
+        arguments=["--lr", "0.1"],
+        ranks=1,
+        verdict=PlanVerdict(
+            gpu="t4",
+            memory_bytes=None,
+            fits=False,
+            needed_bytes=1200 * MIB,
+            spare_bytes=-200 * MIB,
+            predicted_gpu=None,
+            run=a_run(8, fits=False),
+            with_more_memory=None,
+            advice=[
+                TriedAdvice(
+                    title="fails", code="x = 1", predicted_peak_bytes=300 * MIB, tried=None, failure="ValueError: no"
+                ),
+                TriedAdvice(
+                    title="too large",
+                    code="x = 1",
+                    predicted_peak_bytes=300 * MIB,
+                    tried=a_run(8, fits=False),
+                    failure="",
+                ),
+                TriedAdvice(title="works", code="x = 1", predicted_peak_bytes=300 * MIB, tried=a_run(1), failure=""),
+                TriedAdvice(
+                    title="needs an edit", code="x = 1", predicted_peak_bytes=300 * MIB, tried=None, failure=""
+                ),
+            ],
+        ),
+    )
+    (script.parent / "plan.json").write_text(to_json(plan))
+    titles = ["needs an edit", "fails", "too large", "works"]
+    report = out_of_memory(*(a_change(title, 300 * MIB, True) for title in titles))
+    report.room.device_bytes = 1000 * MIB
+    report.plan = f"opacus-memprof plan --gpu t4 {script} --lr 0.1"
+    return report
+
+
+def test_what_a_plan_has_tried_is_said(tmp_path: Path) -> None:
+    """What fits when tried is first, and what does not is last, whatever was predicted."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    report = planned_report(script)
+    add_trials(report, tmp_path)
+    assert [each.title for each in report.suggestions] == ["works", "needs an edit", "fails", "too large"]
+    rows = [line.split() for line in lines(print_failure, report) if line[:2] in ("1 ", "2 ", "3 ")]
+    assert rows == [
+        ["1", "works", "1.10", "GiB", "fits", "tried"],  # 1 GiB and a sample of 100 MiB
+        ["2", "needs", "an", "edit", "300.00", "MiB", "fits", "predicted"],
+        ["3", "fails", "300.00", "MiB", "fails", "tried"],
+    ]
+    assert "ValueError: no" in "\n".join(lines(print_failure, report))
+    assert "tried: failed with ValueError: no" in "\n".join(lines(print_oom, report, 140))
+
+
+@pytest.mark.parametrize("change", ["script", "arguments", "memory", "no plan"])
+def test_a_plan_of_something_else_says_nothing(tmp_path: Path, change: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    report = planned_report(script)
+    file = tmp_path / "plan.json"
+    match change:
+        case "script":  # edited since
+            os.utime(script, (file.stat().st_mtime + 1, file.stat().st_mtime + 1))
+        case "arguments":
+            report.plan = f"opacus-memprof plan --gpu t4 {script}"
+        case "memory":
+            report.room.device_bytes = 2000 * MIB
+        case "no plan":
+            file.unlink()
+    add_trials(report, tmp_path)
+    assert [each.title for each in report.suggestions] == ["needs an edit", "fails", "too large", "works"]
+    assert all(each.fits for each in report.suggestions)
 
 
 @pytest.mark.parametrize(
