@@ -12,7 +12,7 @@ from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, Configura
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
 from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import MEGABYTE_NOTE, format_bytes, megabytes
 from opacus_memprof.reports.summary import fold_modules
 from opacus_memprof.reports.tables import escape_latex
 
@@ -22,6 +22,7 @@ _TOP_FINDINGS = 3
 _LAYER = re.compile(r"^(.*?\.\d+|[^.]*).*$")  # up to the first number, or the first name
 
 
+@megabytes()
 def describe_outcome(row: Row) -> str:
     """Returns one line on the outcome of a run: its status, peak and time."""
     words = [row.outcome]
@@ -46,6 +47,7 @@ def terminal_summary(rows: Sequence[Row], directory: Path) -> str:
     return _build_text(rows, shown, f"{directory}/")
 
 
+@megabytes()
 def _build_text(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
     vanilla = find_vanilla(rows)
     lines = [*_overview(rows), "", *_component_table(rows), *_growth(rows), *_findings(rows), *_failures(rows, root)]
@@ -225,7 +227,8 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{title}: {', '.join(known) or 'unknown'}")
     return [
         *lines,
-        "MB are 2**20 bytes. Each breakdown is that of one instant, the run's own peak.",
+        f"{MEGABYTE_NOTE}. Each breakdown is that of one instant, the run's own peak.",
+        "Sentences of findings name their own units.",
         "Components and stages are without rounding, which is what the allocator adds to requests.",
     ]
 
@@ -275,10 +278,11 @@ def latex_table(rows: Sequence[Row]) -> str:
         [
             r"\begin{tabular}{lrrrr}",
             r"\toprule",
-            r"Method & Peak (MiB) & Overhead (\%) & Step (ms) & Time / vanilla \\",
+            r"Method & Peak (MB) & Overhead (\%) & Step (ms) & Time / vanilla \\",
             r"\midrule",
             *lines,
-            *([r"\midrule", *notes] if notes else []),
+            r"\midrule",
+            *notes,
             r"\bottomrule",
             r"\end{tabular}",
             "",

@@ -19,7 +19,7 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import ProgressLog, build_result
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
 from opacus_memprof.profiles.experiment_result import DataSource, ExperimentResult
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, megabytes
 from opacus_memprof.session import Session, one_line, outcome, tag
 from opacus_memprof.session.privacy_engine import PrivacyEngine
 
@@ -123,6 +123,7 @@ class _Run:
         )
         return tuple(prepared) if configuration.mode == "ghost" else (*prepared[:2], criterion, prepared[2])
 
+    @megabytes()
     def _snapshot(self, name: str) -> None:
         snapshot = self._session.snapshot(f"{next(self._numbers)}_{name}")
         live = sum(count.requested_bytes for count in snapshot.devices.values())

@@ -6,7 +6,9 @@ MiB = 1 048 576 bytes). Formatting uses binary units, as torch and nvidia-smi do
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 
 from opacus_memprof.errors import MemprofError
@@ -38,8 +40,28 @@ def parse_size(size: str | int) -> int:
     return int(Fraction(match[1]) * unit)
 
 
+in_megabytes: ContextVar[bool] = ContextVar("in_megabytes", default=False)
+MEGABYTE_NOTE = "1 MB is 2^20 bytes"
+
+
+@contextmanager
+def megabytes() -> Iterator[None]:
+    """Makes MB of 2^20 bytes the only unit of a block, or of a function: what the results of experiments count in."""
+    token = in_megabytes.set(True)
+    try:
+        yield
+    finally:
+        in_megabytes.reset(token)
+
+
 def format_bytes(size: int) -> str:
-    """Formats a size in binary units with two decimals: `0 B`, `512 B`, `1.50 MiB`, `-2.00 GiB`."""
+    """Formats a size in binary units with two decimals: `0 B`, `512 B`, `1.50 MiB`, `-2.00 GiB`.
+
+    Within `megabytes`: `0.00 MB`, `0.00049 MB`, `1.50 MB`, `-2048.00 MB`.
+    """
+    if in_megabytes.get():
+        value = size / 2**20
+        return f"{value:.2f} MB" if round(value, 2) or not size else f"{value:.2g} MB"
     if abs(size) < 1024:
         return f"{size} B"
     value = size / 1024

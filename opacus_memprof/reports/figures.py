@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
-from opacus_memprof.profiles.units import format_bytes, shorten_name
+from opacus_memprof.profiles.units import MEGABYTE_NOTE, format_bytes, in_megabytes, shorten_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,8 +132,18 @@ def saved_figure(
         FigureCanvasAgg(figure)
         with _missing_glyphs_named():
             yield figure
+            if in_megabytes.get():
+                _name_megabytes(figure)
             with replacing(path) as temporary:
                 figure.savefig(temporary, format="png", metadata={"Software": "opacus-memprof"})
+
+
+def _name_megabytes(figure: "Figure") -> None:
+    """Says in the lower right corner how much a MB is, or after the words that are below the axes."""
+    if below := figure.get_supxlabel():
+        figure.supxlabel(f"{below} ({MEGABYTE_NOTE})")
+    else:
+        figure.supxlabel(MEGABYTE_NOTE, x=0.995, ha="right", fontsize=7)
 
 
 @contextlib.contextmanager
@@ -207,6 +217,8 @@ def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     unit, scale = next((item for item in reversed(_UNITS.items()) if largest >= item[1]), ("B", 1))
+    if in_megabytes.get():
+        unit, scale = "MB", 2**20
     locator = MaxNLocator(nbins=ticks, steps=[1, 2, 2.5, 5, 10], integer=unit == "B")
     steps = locator.tick_values(0, max(largest, 1) / scale)
     axis.set_major_locator(MultipleLocator(float(steps[1] - steps[0]) * scale))
@@ -286,7 +298,7 @@ def stacked_bars(
             fontsize=8,
         )
     label_bars(axes, names)
-    width = max(max(ends, default=0), 1) * (1.16 if texts is None else 1.6)  # space for the texts
+    width = max(max(ends, default=0), 1) * (1.2 if texts is None else 1.6)  # space for the texts
     axes.set_xlim(0, width)
     byte_axis(axes.xaxis, width)
 

@@ -200,7 +200,7 @@ def test_the_command_says_where_memory_is_explained(
     assert run_command(["experiment", "--experiment=ghost", f"--output={tmp_path / 'result.json'}"], monkeypatch) == 0
     printed = capsys.readouterr().out
     assert f"report: {tmp_path}/result.run/profile/rank_1/oom_report.txt\n" in printed
-    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)\n" in printed
+    assert "suggestion: physical batches of 1 (predicted peak 512.00 MB, which fits)\n" in printed
 
 
 def test_a_killed_process_leaves_what_its_events_tell(tmp_path: Path) -> None:

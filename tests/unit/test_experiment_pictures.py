@@ -132,7 +132,7 @@ def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alon
 
 
 def test_the_latex_table() -> None:
-    assert "Peak (MiB)" in summary.latex_table(FOUR)
+    assert "Peak (MB)" in summary.latex_table(FOUR)
     assert summary.latex_table(FOUR).splitlines()[4:8] == [
         r"Vanilla (No DP-SGD) & 42.00 & +0.0 & 10.00 & 1.00 \\",
         r"Hooks (DP-SGD) & 19.00 & \multicolumn{3}{c}{out of memory} \\",
@@ -213,9 +213,7 @@ def test_an_out_of_memory_run_has_one_figure_everywhere(figures: list[Any], tmp_
     (row,) = rows_by_mode({"h": RAN_OUT})
     assert f"{row.total_bytes / MIB:.2f}" == "19.00"
     assert "Hooks (DP-SGD)                               19.00" in summary.summary_text([row])
-    assert summary.describe_outcome(row).startswith(
-        "out of memory, peak 19.00 MiB in backward, 50.00 MiB more for noise"
-    )
+    assert summary.describe_outcome(row).startswith("out of memory, peak 19.00 MB in backward, 50.00 MB more for noise")
     bars.breakdown_comparison([row], tmp_path / "a.png", "light")
     assert figures[0].axes[0].texts[0].get_text().startswith("19.00 MiB, ")
 

@@ -2,6 +2,7 @@
 """What the pictures of several results show; that they look right is for the eye."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from opacus_memprof.experiments.configuration import grid
 from opacus_memprof.experiments.directory import DETAILED_SWEEP, SINGLE_GPU
@@ -106,7 +108,27 @@ def test_every_picture_s_title_names_the_virtual_gpu(
     for name in FIGURES:
         draw_figure(name, rows, tmp_path)  # light and dark
     assert len(drawn) >= 2 * len(FIGURES)
-    assert {"virtual Tesla T4 (15.00 GiB)" in title for title in drawn} == {virtual}
+    assert {"virtual Tesla T4 (15360.00 MB)" in title for title in drawn} == {virtual}
+
+
+def test_every_picture_counts_in_the_unit_of_the_results_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[str]] = []
+    savefig = Figure.savefig
+
+    def keep_texts(figure: Any, *arguments: Any, **options: Any) -> None:
+        savefig(figure, *arguments, **options)
+        said.append([text.get_text() for text in figure.findobj(Text)])
+
+    monkeypatch.setattr(Figure, "savefig", keep_texts)
+    for name in FIGURES:
+        draw_figure(name, ROWS, tmp_path)
+    assert len(said) >= 2 * len(FIGURES)
+    for texts in said:
+        assert sum("1 MB is 2^20 bytes" in text for text in texts) == 1
+        assert [text for text in texts if re.search(r"\d [KMGT]iB|\d B\b", text)] == []
+        assert any(re.search(r"\d MB$", text) for text in texts)
 
 
 @pytest.fixture

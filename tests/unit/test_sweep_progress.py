@@ -39,9 +39,9 @@ def test_what_is_said_of_a_cell() -> None:
         show_row(board, a_row("two", "", out_of_memory(BASE)))
         show_row(board, a_row("three", "", failed(BASE)))
     lines = text.getvalue().splitlines()
-    line = "one  finished, peak 1.13 GiB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
+    line = "one  finished, peak 1152.00 MB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
     assert lines[0] == f"{line}  [1 of 3, about 0:00:00 left]"
-    line = "two  out of memory, peak 1.13 GiB in backward, 3.00 GiB more for per_sample_gradients did not fit"
+    line = "two  out of memory, peak 1152.00 MB in backward, 3072.00 MB more for per_sample_gradients did not fit"
     assert lines[1].startswith(f"{line}  [2 of 3, ")
     assert lines[2].startswith("three  failed: ValueError while loading the model: no  [3 of 3, ")
     assert "3/3 configurations, 2 at once," in lines[-1]

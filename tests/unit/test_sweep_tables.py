@@ -59,11 +59,11 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     found.append(replace(ROWS[1], result=with_fields(ROWS[1].result, findings=[large]), folder="runs/two"))
     lines = [" ".join(line.split()) for line in summary.summary_text(found).splitlines()]
     assert lines[lines.index("TOP FINDINGS:") + 2] == (
-        "discarded gradients in mlp, 2.00 GiB (S 32 · B 8/2 · r 4, and 1 more)"
+        "discarded gradients in mlp, 2048.00 MB (S 32 · B 8/2 · r 4, and 1 more)"
     )
     assert {"remedy: fix kind_3", "remedy: fix kind_2"} <= set(lines)
     assert "remedy: fix kind_1" not in lines  # the top three
-    assert "suggestion: physical batches of 1 (predicted peak 512.00 MiB, which fits)" in lines
+    assert "suggestion: physical batches of 1 (predicted peak 512.00 MB, which fits)" in lines
     assert "report: runs/two/profile/oom_report.txt" in lines
     assert f"report: {Path('there/runs/two/profile/oom_report.txt')}" in summary.terminal_summary(found, Path("there"))
     assert "mlp 1024.00 MB" in lines

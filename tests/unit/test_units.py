@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.units import format_bytes, format_count, parse_size
+from opacus_memprof.profiles.units import format_bytes, format_count, megabytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,19 @@ def test_what_is_written_reads_back_to_half_a_hundredth(size: int) -> None:
 
 def test_one_of_a_thing_is_no_plural() -> None:
     assert [format_count(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0.00 MB"),
+        (512, "0.00049 MB"),
+        (2**20 * 3 // 2, "1.50 MB"),
+        (-(2**31), "-2048.00 MB"),
+        (5 * 2**40, "5242880.00 MB"),
+    ],
+)
+def test_results_of_experiments_have_one_unit(size: int, text: str) -> None:
+    with megabytes():
+        assert format_bytes(size) == text
+    assert "MB" not in format_bytes(size)

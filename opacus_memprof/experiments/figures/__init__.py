@@ -14,6 +14,7 @@ from opacus_memprof.experiments.figures.overview import (
 )
 from opacus_memprof.experiments.figures.timeline import TimeAxis, timelines
 from opacus_memprof.experiments.rows import Row
+from opacus_memprof.profiles.units import megabytes
 
 # By file name; a figure with {} is drawn for each row and gets the row's name.
 FIGURES: dict[str, Callable[[Sequence[Row], Path, str], None]] = {
@@ -30,6 +31,7 @@ FIGURES: dict[str, Callable[[Sequence[Row], Path, str], None]] = {
 }
 
 
+@megabytes()
 def draw_figure(name: str, rows: Sequence[Row], directory: Path, axis: TimeAxis = "events") -> list[Path]:
     """Draws one of FIGURES, light and dark. Raises MemprofError if matplotlib is missing or it cannot be written."""
     draw = partial(timelines, axis=axis) if FIGURES[name] is timelines else FIGURES[name]
