@@ -30,7 +30,7 @@ from opacus_memprof.hooks import (
     shapes,
     torch_compile,
 )
-from opacus_memprof.hooks.opacus_types import (
+from opacus_memprof.hooks.vocabulary import (
     AbstractGradSampleHooks,
     DPLossFastGradientClipping,
     DPOptimizer,

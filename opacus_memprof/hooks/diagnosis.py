@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from opacus_memprof.hooks import modules
-from opacus_memprof.hooks.opacus_types import (
+from opacus_memprof.hooks.vocabulary import (
     AbstractGradSampleHooks,
     DPDataLoader,
     DPOptimizer,

@@ -11,8 +11,13 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from opacus_memprof.hooks.opacus_types import DifferentiallyPrivateDistributedDataParallel
-from opacus_memprof.hooks.vocabulary import COMMUNICATION, GRADIENTS, INPUTS, MODEL_PARAMETERS
+from opacus_memprof.hooks.vocabulary import (
+    COMMUNICATION,
+    GRADIENTS,
+    INPUTS,
+    MODEL_PARAMETERS,
+    DifferentiallyPrivateDistributedDataParallel,
+)
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook

@@ -7,7 +7,7 @@ optimizer.py follows clipping and noise in the step, which is that of an Opacus 
 import functools
 from typing import Any
 
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.hooks.vocabulary import FORWARD, TEMP_MATRICES
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
@@ -30,8 +30,8 @@ _RETAGGED_FROM = tuple(
 
 def observe_bookkeeping(attachment: Attachment) -> None:
     """Patches the class Bookkeeping: each flash_clip model has an instance, and a copy of a model has another."""
-    attachment.observe("opacus_memprof.clipping.bookkeeping.bookkeeping:Bookkeeping.add", _observe_add)
-    attachment.observe("opacus_memprof.clipping.bookkeeping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
+    attachment.observe("opacus_memprof.clipping.bookkeeping:Bookkeeping.add", _observe_add)
+    attachment.observe("opacus_memprof.clipping.bookkeeping:BackwardPass.squared_norms", _observe_norms)
     attachment.observe("opacus_memprof.clipping.proof.probe:Probe._choose_ways", _observe_trial)
     for name in ("prove", "recheck"):
         attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)

@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from opacus_memprof.hooks import forward_shapes, observers, torch_compile
 from opacus_memprof.hooks.distributed import DDP_WRAPPERS
-from opacus_memprof.hooks.opacus_types import AbstractGradSampleModule
 from opacus_memprof.hooks.vocabulary import (
     BUFFERS,
     FORWARD,
@@ -22,6 +21,7 @@ from opacus_memprof.hooks.vocabulary import (
     IDLE,
     MODEL_PARAMETERS,
     PER_SAMPLE_GRADIENTS,
+    AbstractGradSampleModule,
 )
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment, is_compile_result, reduce_to_noop, remove_scoped_forward

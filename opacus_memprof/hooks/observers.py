@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opacus_memprof.hooks.opacus_types import DPOptimizerFastGradientClipping
+from opacus_memprof.hooks.vocabulary import DPOptimizerFastGradientClipping
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import contain
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from opacus_memprof.hooks import diagnosis, observers, shapes
-from opacus_memprof.hooks.opacus_types import DPOptimizer, GradSampleHooksNoOp
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -27,6 +26,8 @@ from opacus_memprof.hooks.vocabulary import (
     PER_SAMPLE_GRADIENTS,
     SUMMED_GRADIENTS,
     ZERO_GRAD,
+    DPOptimizer,
+    GradSampleHooksNoOp,
 )
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.hooks.opacus_types import (
+from opacus_memprof.hooks.vocabulary import (
     AbstractGradSampleHooks,
     DPOptimizer,
     GradSampleHooks,

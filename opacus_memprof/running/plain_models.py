@@ -238,7 +238,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def _opacus_model(model: nn.Module) -> Any:
     """Returns the GradSampleModule that the model is or is in, or its GradSampleHooks; None without Opacus."""
-    from opacus_memprof.hooks.opacus_types import find
+    from opacus_memprof.hooks.vocabulary import find
 
     kind = find("opacus.grad_sample", "AbstractGradSampleHooks")
     for hooks in () if kind is None else instances(kind):
@@ -249,7 +249,7 @@ def _opacus_model(model: nn.Module) -> Any:
 
 def _dp_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Returns for each optimizer the DPOptimizer around it, or itself if there is none."""
-    from opacus_memprof.hooks.opacus_types import find
+    from opacus_memprof.hooks.vocabulary import find
 
     kind = find("opacus.optimizers", "DPOptimizer")
     wrappers = {wrapper.original_optimizer: wrapper for wrapper in (() if kind is None else instances(kind))}

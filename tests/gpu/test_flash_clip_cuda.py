@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import opacus_memprof
 from opacus_memprof.clipping import adopt_grad_samples
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import gram as gram_triton
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda

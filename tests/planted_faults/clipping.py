@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "factor_per_layer_of_another_parameter",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "self.rule.factors_of(self.places[p], norms[i])",
         "self.rule.factors_of(i, norms[i])",
         "Bounds are taken in the order of backward instead of the optimizer's.",
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_a_mean_loss",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "by_parameter.sum(0).sqrt_().mul_(scale)",
         "by_parameter.sum(0).sqrt_()",
         "With a mean loss norms are too small by the batch size.",
@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "factors_of_a_mean_loss",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "return factors.mul_(scale)",
         "return factors",
         "With a mean loss the sum is too small by the batch size.",
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_a_sum_loss",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         'each.batch_size if self.loss_reduction == "mean" else 1',
         "each.batch_size",
         "A sum loss is scaled as a mean loss.",
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "norms_of_parameters_of_a_mean_loss",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "norms = by_parameter.sqrt().mul_(scale)",
         "norms = by_parameter.sqrt()",
         "With per_layer and a mean loss norms are too small by the batch size.",
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "second_pass_keeps_the_last_use",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "current.sums[parameter] + total if parameter in current.sums else total",
         "total",
         "The second of two passes drops all uses of a shared parameter but the last.",
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "second_use_is_not_noticed",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "        elif layer in current.kept:\n            self._share(current, layer, x, g)\n",
         "",
         "Of a layer that turns out to run twice only the last run counts.",
@@ -137,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "norms_pass_is_not_repeated",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "self._found_shared = True",
         "self._found_shared = False",
         "In two passes the norm of the first use of a layer that turns out to run twice is lost.",
@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_samples_stay",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "            own = each.select(own)\n",
         "",
         "Samples whose norm is not finite stay in the sum.",
@@ -153,7 +153,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_are_the_finite",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "each.samples = finite.nonzero()",
         "each.samples = (~finite).nonzero()",
         "The samples with a finite norm are dropped instead of the others.",
@@ -177,7 +177,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_in_the_second_part",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "self.limit.samples + i for i in each.dropped",
         "i for i in each.dropped",
         "Indices of dropped samples are counted from the beginning of each physical batch.",
@@ -185,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "dropped_are_never_forgotten",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "            self.dropped = []",
         "            pass",
         "The samples dropped in earlier steps are listed as those of this one.",
@@ -193,7 +193,7 @@ FAULTS = [
     ),
     Fault(
         "norms_are_not_checked",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "            check.raise_unless_finite()",
         "            pass",
         "A step with NaN is taken.",
@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "missing_gradients_are_not_checked",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "            if missing:",
         "            if False and missing:",
         "A parameter that backward does not reach keeps its summed gradient of None.",
@@ -209,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "gradients_beside_layers_are_not_checked",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "        if self.beside_layers:",
         "        if False:",
         "A penalty on a parameter is left out without a word.",
@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "batch_sizes_are_not_checked",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "if size != current.batch_size:",
         "if False:",
         "Layers that saw another number of samples get clip factors of others.",
@@ -225,7 +225,7 @@ FAULTS = [
     ),
     Fault(
         "poisson_batches_accumulate",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "if self._passes and not self.accumulation_allowed:",
         "if False:",
         "Poisson batches are added up, and the accountant hears of one.",
@@ -233,7 +233,7 @@ FAULTS = [
     ),
     Fault(
         "passes_are_not_counted",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "self.passes_in_last_step = len(passes)",
         "self.passes_in_last_step = 1",
         "The mean over accumulated batches is divided by the size of one.",
@@ -241,7 +241,7 @@ FAULTS = [
     ),
     Fault(
         "accumulated_batches_are_one",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "            if each.tasks & tasks:",
         "            if each.tasks:",
         "The samples of accumulated batches are clipped as if they were one.",
@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_counts_all_as_clipped",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "(factors >= 1).sum()",
         "(factors > 1).sum()",
         "Adaptive clipping counts no sample as unclipped.",
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     Fault(
         "adaptive_counts_batches",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         "sum(each.batch_size for each in passes)",
         "len(passes)",
         "Adaptive clipping divides by the number of batches instead of samples.",
@@ -265,7 +265,7 @@ FAULTS = [
     ),
     Fault(
         "net_limit_is_never_reset",
-        "bookkeeping/bookkeeping.py",
+        "bookkeeping/__init__.py",
         'not needed any more."""\n        self.limit = Limit()',
         'not needed any more."""',
         "The net allows the sum of all steps so far, and the noise has the largest bound of all of them.",

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.kernels import norms, sums
 from opacus_memprof.clipping.kernels.lost import add_products_cuda, add_rows_cuda
 from opacus_memprof.clipping.layers import LAYERS, Layer, base, linear, shared, small_layers

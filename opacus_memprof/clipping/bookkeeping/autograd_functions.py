@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.forwards.state import Arrangement
 from opacus_memprof.clipping.layers import Layer

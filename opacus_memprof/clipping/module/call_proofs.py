@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input

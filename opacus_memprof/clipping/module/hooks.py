@@ -21,9 +21,9 @@ from opacus_memprof.clipping.arguments import (
     check_nonfinite,
     check_passes,
 )
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
-from opacus_memprof.clipping.bookkeeping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.forwards.state import RandomState
