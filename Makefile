@@ -53,9 +53,8 @@ lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 # A broken link, a missing anchor and a page that no menu has are errors (not with --quiet, which hides them from --strict).
-# The variable silences a notice about successors.
 docs: $(VENV)/.opacus-memprof-built
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 docs-output: $(VENV)/.opacus-memprof-built
 	$(BIN)/python tools/readme_picture.py

@@ -6,6 +6,7 @@ in docs/. Other files of the repository become pages with their source where a p
 from the command line itself, the glossary from CONTRIBUTING.md, and the categories' colours from their table.
 """
 
+import json
 import posixpath
 import re
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,6 +29,15 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
     r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
+
+# What people search for, and the page that the search has to find.
+SEARCHED = {
+    "matching distribution": "troubleshooting.html",
+    "nvidia-smi": "faq.html",
+    "out of memory": "oom.html",
+    "segfault": "troubleshooting.html",
+    "slow": "faq.html",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -48,6 +59,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     folder = posixpath.dirname(page.file.src_uri)
     markdown = LINK.sub(lambda link: posixpath.relpath(_page_of(_target(page.file, link[1])), folder), markdown)
     return _with_colors(markdown) if page.file.src_uri == "categories.md" else markdown
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuses a site whose search does not find what people search for."""
+    index = json.loads(Path(config.site_dir, "search", "search_index.json").read_text(encoding="utf-8"))
+    for words, page in SEARCHED.items():
+        found = (entry for entry in index["docs"] if words in f"{entry['title']} {entry['text']}".lower())
+        if not any(entry["location"].startswith(page) for entry in found):
+            raise PluginError(f"a search for {words!r} does not find {page}")
 
 
 def _relative(file: File, markdown: str) -> str:
