@@ -22,7 +22,7 @@ from tests.rooms import (
     unit_imports,
 )
 
-MOST_ROOMS, MOST_FLOORS = 29, 10
+MOST_ROOMS, MOST_FLOORS, MOST_FILES = 29, 10, 260
 MOST_FLOORS_INSIDE = {"clipping": 9}
 MOST_FLOORS_INSIDE_OTHERS = 10
 
@@ -81,6 +81,9 @@ def test_the_house_stays_small() -> None:
     arrows = room_imports()
     assert len(arrows) <= MOST_ROOMS
     assert max(floors(arrows).values()) <= MOST_FLOORS
+    assert len(python_files().keys() - {"opacus_memprof._build_info"}) <= MOST_FILES, (
+        "put it where a reader looks for it"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(name for names in FLOORS for name in names))

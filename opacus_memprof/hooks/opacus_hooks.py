@@ -155,8 +155,8 @@ _WRAPPERS: dict[str, Callable[[Function], Function]] = {
     "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:create_norm_sample": _wrap_norm_sample,
     "opacus.grad_sample.functorch:ft_compute_per_sample_gradient": _wrap_functorch,
     "opacus.optimizers.optimizer:_generate_noise": _wrap_noise,
-    "opacus_memprof.clipping.kernels.gaussian:add_noise": _wrap_added_noise,
-    "opacus_memprof.clipping.kernels.gaussian:draw_noise": _wrap_noise_of_many,
+    "opacus_memprof.clipping.kernels.sums:add_noise": _wrap_added_noise,
+    "opacus_memprof.clipping.kernels.sums:draw_noise": _wrap_noise_of_many,
     "opacus.optimizers.ddp_perlayeroptimizer:_clip_and_accumulate_parameter": _wrap_clipping,
     "torch.nn.utils._expanded_weights.expanded_weights_utils:set_grad_sample_if_exists": _wrap_expanded_weights,
 }
@@ -179,7 +179,7 @@ def _replace(
 
 def _importers() -> list[ModuleType]:
     """Returns the loaded modules that may have imported one of the functions. It takes about a millisecond."""
-    packages = ("opacus.", "opacus_memprof.clipping.kernels.gaussian", "torch.nn.utils._expanded_weights.")
+    packages = ("opacus.", "opacus_memprof.clipping.kernels.sums", "torch.nn.utils._expanded_weights.")
     return [module for name, module in list(sys.modules.items()) if name.startswith(packages)]
 
 

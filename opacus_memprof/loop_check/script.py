@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 from opacus_memprof.running.program import Program
 
 if TYPE_CHECKING:

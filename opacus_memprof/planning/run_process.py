@@ -20,7 +20,7 @@ from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
 from opacus_memprof.profiles.files import write_text
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 from opacus_memprof.running.program import Program
 from opacus_memprof.running.recording import ProgramRecording
 

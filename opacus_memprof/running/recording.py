@@ -5,28 +5,31 @@ The end of the program does not change: its exit code, its traceback, its exit h
 """
 
 import atexit
+import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import ProfileDirectory
+from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.profile import Profile
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 from opacus_memprof.running.program import Program, print_exception
-from opacus_memprof.running.started_ranks import record_started_ranks
+from opacus_memprof.running.started_ranks import before_init_process_group, record_started_ranks, variables
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session
-import contextlib
-import ctypes
 
 T = TypeVar("T")
 
@@ -320,3 +323,29 @@ def die_of(signum: int) -> None:
     """
     ctypes.CDLL(None).signal(signum, 0)  # SIG_DFL
     os.kill(os.getpid(), signum)
+
+
+def record_if_rank(directory: str, device: str, max_events: int) -> None:
+    """Makes this process record a profile from its first call of init_process_group on."""
+    recordings: list[ProgramRecording] = []
+
+    def record(arguments: Mapping[str, Any]) -> None:
+        if recordings:
+            return
+        launch = Launch.from_environment(os.environ | variables(arguments))
+        claimed = ProfileDirectory(Path(directory) / f"rank_{0 if launch is None else launch.rank}", launch)
+        recordings.append(ProgramRecording(claimed, device, max_events))
+        recordings[0].record_rank()
+
+    before_init_process_group(record)
+    run = BaseProcess.run
+
+    def run_and_note_error(self: BaseProcess) -> None:
+        try:
+            run(self)
+        except BaseException as error:
+            for recording in recordings:
+                recording.note_error(error)
+            raise
+
+    BaseProcess.run = run_and_note_error  # type: ignore[method-assign]

@@ -12,24 +12,17 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Callable, Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opacus_memprof.profiles.directory import ProfileDirectory
-from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.recording.after_import import AfterImport
-from opacus_memprof.recording.children import run_in_children
-
-if TYPE_CHECKING:
-    from opacus_memprof.running.recording import ProgramRecording
+from opacus_memprof.recording.startup import AfterImport, run_in_children
 
 
 def record_started_ranks(directory: Path, device: str, max_events: int) -> None:
     """Makes the ranks that this process starts from now on record profiles in `directory`."""
     run_in_children(
-        "from opacus_memprof.running import started_ranks; "
-        f"started_ranks.record_if_rank({str(directory)!r}, {device!r}, {max_events})"
+        "from opacus_memprof.running import recording; "
+        f"recording.record_if_rank({str(directory)!r}, {device!r}, {max_events})"
     )
     pid = os.getpid()
 
@@ -41,38 +34,10 @@ def record_started_ranks(directory: Path, device: str, max_events: int) -> None:
                 file=sys.__stderr__,
             )
 
-    _before_init_process_group(note_fork)
+    before_init_process_group(note_fork)
 
 
-def record_if_rank(directory: str, device: str, max_events: int) -> None:
-    """Makes this process record a profile from its first call of init_process_group on."""
-    recordings: list[ProgramRecording] = []
-
-    def record(arguments: Mapping[str, Any]) -> None:
-        if recordings:
-            return
-        from opacus_memprof.running.recording import ProgramRecording
-
-        launch = Launch.from_environment(os.environ | _variables(arguments))
-        claimed = ProfileDirectory(Path(directory) / f"rank_{0 if launch is None else launch.rank}", launch)
-        recordings.append(ProgramRecording(claimed, device, max_events))
-        recordings[0].record_rank()
-
-    _before_init_process_group(record)
-    run = BaseProcess.run
-
-    def run_and_note_error(self: BaseProcess) -> None:
-        try:
-            run(self)
-        except BaseException as error:
-            for recording in recordings:
-                recording.note_error(error)
-            raise
-
-    BaseProcess.run = run_and_note_error  # type: ignore[method-assign]
-
-
-def _before_init_process_group(callback: Callable[[Mapping[str, Any]], None]) -> None:
+def before_init_process_group(callback: Callable[[Mapping[str, Any]], None]) -> None:
     """Calls the callback with the arguments of each call of init_process_group, before it."""
 
     def patch() -> None:
@@ -95,7 +60,7 @@ def _before_init_process_group(callback: Callable[[Mapping[str, Any]], None]) ->
     AfterImport("torch.distributed", patch)
 
 
-def _variables(arguments: Mapping[str, Any]) -> dict[str, str]:
+def variables(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns the rank and the number of ranks that init_process_group is given, as a launcher's variables."""
     query = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(arguments.get("init_method") or "").query))
     given = {name: arguments.get(name, -1) for name in ("rank", "world_size")}

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 
 _NAME = "torch.distributed.distributed_c10d"
 

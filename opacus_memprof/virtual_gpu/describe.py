@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opacus_memprof.profiles.profile import UnknownUse, VirtualGpus
+from opacus_memprof.virtual_gpu.decisions import decides
 from opacus_memprof.virtual_gpu.devices import Gpu
 from opacus_memprof.virtual_gpu.process import active, default_answers
-from opacus_memprof.virtual_gpu.values import decides
 
 if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use

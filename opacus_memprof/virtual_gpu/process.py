@@ -15,8 +15,7 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.units import format_bytes
-from opacus_memprof.recording.after_import import AfterImport
-from opacus_memprof.recording.children import run_in_children
+from opacus_memprof.recording.startup import AfterImport, run_in_children
 from opacus_memprof.virtual_gpu import collectives
 from opacus_memprof.virtual_gpu.devices import Gpu, find_gpu
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine

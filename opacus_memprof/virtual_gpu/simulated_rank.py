@@ -15,7 +15,7 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import launch
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 
 MAX_LOCAL_RANKS = 8  # GPUs of a machine, if their number is not given
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opacus_memprof.clipping.kernels import noise as noise_triton
-from opacus_memprof.clipping.kernels.gaussian import add_noise
+from opacus_memprof.clipping.kernels.sums import add_noise
 
 # Below and above the threads that torch draws with on a large GPU (270 336), and above four times as many.
 SHAPES = [(), (3,), (0, 4), (17, 5), (256,), (1000, 257), (300000,), (1200, 1200), (3000, 1501)]

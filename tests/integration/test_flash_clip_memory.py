@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.clipping.kernels import gaussian as noise
+from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401
@@ -82,7 +82,7 @@ def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monke
     module, optimizer = small(passes=1)
     attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
     backward(module)
-    draw, seen = noise.draw_normal, []
+    draw, seen = sums.draw_normal, []
 
     def draw_normal(*args: Any) -> list[torch.Tensor]:
         drawn = draw(*args)
@@ -90,7 +90,7 @@ def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monke
         seen.append({(block["module"], block["bytes"]) for block in blocks})
         return drawn
 
-    monkeypatch.setattr(noise, "draw_normal", draw_normal)
+    monkeypatch.setattr(sums, "draw_normal", draw_normal)
     optimizer.step()
     weight, bias = ("0", 50 * 6 * DOUBLE), ("0", 50 * DOUBLE)
     assert seen == [{weight}, {weight, bias}, {("1", 50 * 50 * DOUBLE)}]

@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         "noise_from_another_generator",
-        "kernels/gaussian.py",
+        "kernels/sums.py",
         "return draw_normal(references, std, generator)",
         "return draw_normal(references, std, None)",
         "The noise is not drawn from the given generator.",
@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_added_twice",
-        "kernels/gaussian.py",
+        "kernels/sums.py",
         "torch._foreach_add_(batch, drawn)",
         "torch._foreach_add_(batch, drawn, alpha=2)",
         "The same noise is added twice.",
@@ -65,7 +65,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_drawn_once_for_equal_shapes",
-        "kernels/gaussian.py",
+        "kernels/sums.py",
         "        drawn = draw_noise(batch, std, generator, secure_mode)\n",
         "        drawn = draw_noise(batch, std, generator, secure_mode)\n"
         "        drawn = [next(d for d in drawn if d.shape == each.shape) for each in drawn]\n",
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_not_secure",
-        "kernels/gaussian.py",
+        "kernels/sums.py",
         "opacus_optimizer._generate_noise(std, each, generator, secure_mode) for each",
         "opacus_optimizer._generate_noise(std, each, generator, False) for each",
         "secure_mode draws one number instead of the sum of several.",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "noise_is_not_divided",
-        "kernels/gaussian.py",
+        "kernels/sums.py",
         "        del drawn  # before the next noise is drawn\n        divide(batch, divisor)\n",
         "        del drawn  # before the next noise is drawn\n",
         "A step with a mean loss is not divided by the batch size.",
@@ -167,8 +167,8 @@ FAULTS = [
     Fault(
         "refusal_watches_the_default_generator",
         "optimizers/optimizer.py",
-        "return noise.GeneratorStates([self.generator])",
-        "return noise.GeneratorStates([noise.default_generator(self.params[0].device)])",
+        "return sums.GeneratorStates([self.generator])",
+        "return sums.GeneratorStates([noise.default_generator(self.params[0].device)])",
         "A refused step restores a generator that it has not drawn from.",
         integration(f"{_STATE}::a_refused_step_leaves_everything"),
     ),

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from opacus_memprof.recording.after_import import AfterImport
+from opacus_memprof.recording.startup import AfterImport
 
 
 @pytest.fixture

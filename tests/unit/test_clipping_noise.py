@@ -5,7 +5,7 @@ import pytest
 import torch
 from opacus.optimizers.optimizer import _generate_noise
 
-from opacus_memprof.clipping.kernels.gaussian import add_noise, draw_noise
+from opacus_memprof.clipping.kernels.sums import add_noise, draw_noise
 from tests.unit.test_clipping_layers import peak_bytes
 
 SHAPES = [(), (3,), (3,), (16,), (17, 5), (0, 4), (64, 128)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opacus_memprof.virtual_gpu.values import Frame, decides
+from opacus_memprof.virtual_gpu.decisions import Frame, decides
 
 # Source, and the lines on the stack when a value is read, the innermost first.
 SHOWN = [

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explains an allocation that failed: what was live, what would have fitted, and what to change.
 
-failure               what was requested, what was live and free, and the run's peaks before
-leftovers             blocks that should have been released before
+failure               what was requested, live, free and left over, and the run's peaks before
 layers, flash, step   the memory of a training step, from shapes; estimate: of the run's own
 predict               the peak, unchanged and after a change
 advice                the changes

@@ -6,9 +6,8 @@ before its first forward did, the remaining layers are estimated too.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, History, sum_by
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, History, Leftovers, sum_by
 from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.leftovers import Leftovers
 from opacus_memprof.analysis.oom.model_structure import (
     distribute_missing,
     releasing_layers,

@@ -12,10 +12,9 @@ from opacus_memprof.analysis.oom import failure as failures
 from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import Failure, device_memory_at, read_history, sum_by
+from opacus_memprof.analysis.oom.failure import Failure, device_memory_at, find_leftovers, read_history, sum_by
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.leftovers import find_leftovers
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.profiles.layer_shapes import TrainingShapes

@@ -10,8 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, DeviceMemory, Failure, History, RecordedInstant
-from opacus_memprof.analysis.oom.leftovers import SIZED_BY_CAPTURES, Leftovers
+from opacus_memprof.analysis.oom.failure import (
+    ACTIVATIONS,
+    SIZED_BY_CAPTURES,
+    DeviceMemory,
+    Failure,
+    History,
+    Leftovers,
+    RecordedInstant,
+)
 from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.layer_shapes import TrainingShapes

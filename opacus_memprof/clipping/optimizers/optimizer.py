@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
-from opacus_memprof.clipping.kernels import gaussian as noise
+from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
@@ -225,14 +225,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         for parameter in params:
             _check_processed_flag(parameter.summed_grad)
             (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
-        noise.add_noise(
+        sums.add_noise(
             noisy,
             std=self.noise_std(),
             generator=self.generator,
             secure_mode=self.secure_mode,
             divisor=divisor,
         )
-        noise.divide(noiseless, divisor)
+        sums.divide(noiseless, divisor)
         for parameter in params:
             if self._is_final(parameter):
                 self._assign_gradient(parameter)
@@ -291,13 +291,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._is_last_step_skipped = False
         return True
 
-    def _generator_states(self) -> noise.GeneratorStates:
+    def _generator_states(self) -> sums.GeneratorStates:
         if self.secure_mode:
-            return noise.GeneratorStates([])
+            return sums.GeneratorStates([])
         if self.generator is not None:
-            return noise.GeneratorStates([self.generator])
+            return sums.GeneratorStates([self.generator])
         devices = {parameter.device for parameter in self.params}
-        return noise.GeneratorStates([noise.default_generator(device) for device in devices])
+        return sums.GeneratorStates([sums.default_generator(device) for device in devices])
 
     def _prepare_step(self, skips: bool) -> None:
         """Does the part of `pre_step` that precedes the step count. `skips` says whether the step is skipped."""
@@ -334,7 +334,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def scale_grad(self) -> None:
         """Divides the gradients by `grad_divisor()`, unless `add_noise` has done so."""
-        noise.divide([p.grad for p in self.params], self.grad_divisor())
+        sums.divide([p.grad for p in self.params], self.grad_divisor())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and the tensors that backward has kept, but not the clipped sums of skipped steps.

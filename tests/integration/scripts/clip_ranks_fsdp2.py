@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof.clipping.kernels import gaussian as noise
+from opacus_memprof.clipping.kernels import sums
 from tests.integration.clipping_by_hand import Batch, by_hand
 from tests.integration.flash_clip_models import Engine, criterion
 from tests.integration.scripts.rank_training import (
@@ -45,7 +45,7 @@ def shard_noise(case: str, wrap: str) -> None:
     wrapped = WRAPPERS[wrap](nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 4)).to(device(), torch.float64))
     torch.manual_seed(1)
     generator = torch.Generator(device()).manual_seed(3)
-    with mock.patch.object(noise, "draw_normal", side_effect=noise.draw_normal) as draw_normal:
+    with mock.patch.object(sums, "draw_normal", side_effect=sums.draw_normal) as draw_normal:
         data = TensorDataset(torch.zeros(SAMPLES, 300, dtype=torch.float64), torch.zeros(SAMPLES))
         model, optimizer, _ = Engine().make_private(
             module=wrapped,

@@ -12,8 +12,7 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, Suggestion
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, read_history
-from opacus_memprof.analysis.oom.leftovers import Leftovers
+from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, Leftovers, read_history
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import needs_edit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a function right after a module has been imported for the first time, by any code.
+"""Runs code right after a module's first import, by any code, or at the start of processes that multiprocessing starts.
 
 This way the profiler never imports torch before the program does. Environment variables that a program sets before its
 imports (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES …) have the same effect as without the profiler.
@@ -10,7 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import util
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+_PACKAGES = str(Path(__file__).parents[2])
+# The beginning of the code that multiprocessing passes to `python -c`.
+_CODE_PREFIXES = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
+
+_code: list[str] = []
 
 
 class AfterImport(MetaPathFinder):
@@ -52,3 +61,21 @@ class AfterImport(MetaPathFinder):
         # Set on the module's own loader, so that `module.__loader__` keeps its type.
         vars(spec.loader)["exec_module"] = execute_and_call
         return spec
+
+
+def run_in_children(code: str) -> None:
+    """Runs a line of Python in every process that multiprocessing starts from now on, after earlier calls' lines.
+
+    No environment variable is used, so other programs that this process starts are as they are.
+    """
+    if not _code:
+        _code.append(f"import sys; sys.path.append({_PACKAGES!r})")
+        spawn = util.spawnv_passfds
+
+        def spawn_with_code(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+            begin = "; ".join([*_code, ""])
+            args = [begin + arg if isinstance(arg, str) and arg.startswith(_CODE_PREFIXES) else arg for arg in args]
+            return spawn(path, args, passfds)
+
+        vars(util)["spawnv_passfds"] = spawn_with_code
+    _code.append(code)
