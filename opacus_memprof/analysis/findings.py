@@ -212,10 +212,28 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
 
 
 def graphs_without_backward(run: Run) -> Iterator[Finding]:
-    """Finds forward passes in the mode no_op whose activations are still live when the optimizer steps.
+    """Finds activations of forward passes that no backward pass follows.
 
-    In this mode, torch.func computes the gradients in a forward pass of its own, and detaches its results.
+    These are evaluations of a batch larger than all before in training. In the mode no_op, torch.func computes the
+    gradients in a forward pass of its own, and detaches its results.
     """
+    for _, fact in run.facts_of("evaluation_graphs"):
+        for device, entry in run.devices.items():
+            peak = entry.peak
+            # Without a backward pass that uses it, what a graph saves counts as a temporary.
+            size = sum(peak.categories.get(category, 0) for category in ("activations", "forward_temporaries"))
+            if (peak.phase, peak.step) == ("forward", fact["step"]) and run.is_material(device, size):
+                yield Finding(
+                    "graphs_without_backward",
+                    "",
+                    size,
+                    f"the peak of {device} is in an evaluation, a forward pass in eval mode: it recorded a graph for a "
+                    f"backward pass that does not follow, and {format_bytes(size)} of activations and temporaries were "
+                    "live",
+                    "evaluate under torch.no_grad() or torch.inference_mode(): model.eval() alone keeps all "
+                    "activations for a backward pass",
+                    device=device,
+                )
     for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
         clip = entry.phases.get("clip")
         size = 0 if clip is None else clip.categories.get("activations", 0)
@@ -245,26 +263,31 @@ def model_of(module: str) -> tuple[int, str, str]:
 def earlier_models(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """Returns the bytes of models that an equal one has followed, by their names, such as `Sequential#2`.
 
-    Models are equal if modules of the same names have parameters.
+    Models are equal if modules of the same names have parameters of the same size. A model with activations is still
+    trained, as the other part of a pair is.
 
     Args:
         modules: bytes by category of each module.
     """
-    parts: dict[tuple[int, str], set[str]] = {}
+    parts: dict[tuple[int, str], dict[str, int]] = {}
+    running: set[tuple[int, str]] = set()
     sizes: dict[tuple[int, str], int] = {}
     trained: set[tuple[int, str]] = set()  # a copy, as of averaged parameters, has parameters alone
     for module, categories in modules.items():
         number, model, inside = model_of(module)
         if module:
             sizes[number, model] = sizes.get((number, model), 0) + sum(categories.values())
-        if categories.get("model_parameters"):
-            parts.setdefault((number, model), set()).add(inside)
+        if size := categories.get("model_parameters"):
+            parts.setdefault((number, model), {})[inside] = size
+        if module and categories.get("activations"):
+            running.add((number, model))
         if categories.keys() - {"model_parameters", "buffers"}:
             trained.add((number, model))
     last = max(trained & parts.keys(), default=(1, ""))
     if last not in parts:
         return {}
-    return {model[1]: sizes[model] for model in sorted(parts) if model < last and parts[model] == parts[last]}
+    earlier = (model for model in sorted(parts) if model < last and parts[model] == parts[last])
+    return {model[1]: sizes[model] for model in earlier if model not in running}
 
 
 def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
@@ -285,8 +308,8 @@ def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
 
 
 FREE_MODELS = (
-    "at the end of each training, delete model, optimizer and loader, and call gc.collect(): hooks keep a private "
-    "model alive in a reference cycle"
+    "at the end of each training, delete what refers to its model, such as model, optimizer and loader, and call "
+    "gc.collect(), because a private model is in a reference cycle"
 )
 
 

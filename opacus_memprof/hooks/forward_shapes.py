@@ -243,6 +243,7 @@ class WatchedModel:
         modules: the modules whose forward passes are probed, with their names.
         forward: repeats its largest forward pass on fake tensors.
         largest_batch: elements of the largest batch whose shapes were recorded.
+        largest_trained: elements of the largest batch in training mode.
         probe_handles: handles of the probes of the running forward pass.
     """
 
@@ -250,6 +251,7 @@ class WatchedModel:
     modules: "list[tuple[str, weakref.ref[nn.Module]]]"
     forward: FakeForward
     largest_batch: int = 0
+    largest_trained: int = 0
     probe_handles: list[RemovableHandle] = field(default_factory=list)
 
     def remove_probes(self) -> None:
@@ -315,6 +317,10 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         shapes.unreleased.clear()
     if torch.is_grad_enabled():
         shapes.unreleased.append(samples)
+        if root.training:
+            model.largest_trained = max(elements, model.largest_trained)
+        elif elements > model.largest_trained > 0:
+            observations.record("evaluation_graphs", 0, elements, step=native.step()[0])
         if shapes.mode == "no_op" and torch._C._functorch.peek_interpreter_stack() is None:  # not in torch.func
             observations.record("no_op_graphs", 0, 0)
     if not batches or batches[-1][1] != samples:

@@ -208,9 +208,12 @@ class ProgramRecording:
             return self._leave_to_ranks(self._session)
         if not observations.layer_shapes().modules:
             raised = [each["error"] for each in observations.recorded() if each["kind"] == "make_private_raised"]
+            status, _ = outcome(self._error)
             self._session.warnings.append(
                 f"PrivacyEngine.make_private raised {raised[0]}: nothing is attributed to Opacus or to modules"
                 if raised
+                else "the program failed before its first training step: nothing is attributed to modules"
+                if status == "failed"
                 else "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is "
                 "attributed to Opacus or to modules (a model can be passed to "
                 "opacus_memprof.session.current().attach)"

@@ -63,6 +63,39 @@ def test_graphs_that_are_kept(tmp_path: Path) -> None:
     losses.clear()
 
 
+@pytest.mark.parametrize("records_graph", [True, False])
+def test_an_evaluation_that_records_a_graph(tmp_path: Path, records_graph: bool) -> None:
+    def run(session: Any) -> None:
+        training = Training(mlp())
+        for _ in range(2):
+            training.step(torch.randn(BATCH, 8))
+        training.model.eval()
+        with torch.set_grad_enabled(records_graph):
+            training.model(torch.randn(1000, 8))
+
+    found = of_kind(profiled(tmp_path, run), "graphs_without_backward")
+    # At the peak, the outputs of the first layer and of the ReLU.
+    assert [finding["bytes"] for finding in found] == [1000 * (16 + 16) * FLOAT] * records_graph
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_models_of_one_training_are_not_earlier_ones(tmp_path: Path, together: bool) -> None:
+    """Two equal models, as twin critics, or two of one class and other sizes, as a generator and a discriminator."""
+
+    def run(session: Any) -> None:
+        first, second = mlp(), mlp() if together else nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
+        for model in (first, second):
+            session.attach(model)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        for _ in range(3):
+            x = torch.randn(64, 8)
+            (first(x) - second(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert "models_of_earlier_runs" not in kinds(profiled(tmp_path, run))
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_steady_training_has_no_findings_but_the_inherent(tmp_path: Path, mode: str) -> None:
     """What every run of Opacus wastes may be found; nothing else is."""
