@@ -41,16 +41,20 @@ def tr(message: str, /, **values: object) -> str:
     return translated.format(**values) if values else translated
 
 
-def tr_sentence(sentence: str) -> str:
+def tr_sentence(sentence: str, least_words: int = 0) -> str:
     """Returns a finished English sentence in the current language, with the parts of it that are messages, too.
 
     In the catalogue such messages have the context "sentence", and names for what varies.
+
+    Args:
+        sentence: the sentence.
+        least_words: of a message with names, its own words; those with fewer, which are parts of sentences, are not used.
     """
     exact, patterns = _sentences(current_language())
     if sentence in exact:
         return exact[sentence]
-    for pattern, translation in patterns:
-        if found := pattern.fullmatch(sentence):
+    for pattern, translation, words in patterns:
+        if words >= least_words and (found := pattern.fullmatch(sentence)):
             parts = found.groupdict().items()
             return translation.format(
                 **{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts}
@@ -165,11 +169,17 @@ def _catalogue(language: str) -> dict[str, str]:
 
 
 @functools.cache
-def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
-    """Returns translations by sentence, and by a pattern for those with names; what has more words comes first."""
+def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str], str, int]]]:
+    """Returns translations by sentence, and by a pattern for those with names; what has more words comes first.
+
+    The last is the number of words beside the names.
+    """
     sentences = {message: other for is_sentence, message, other in _entries(language) if is_sentence}
     named = sorted((message for message in sentences if "{" in message), key=lambda each: -len(_NAME.sub("", each)))
-    return sentences, [(_pattern(message), sentences[message]) for message in named]
+    words = [len(re.findall("[A-Za-z]+", _NAME.sub("", message))) for message in named]
+    return sentences, [
+        (_pattern(message), sentences[message], count) for message, count in zip(named, words, strict=True)
+    ]
 
 
 def _pattern(message: str) -> re.Pattern[str]:

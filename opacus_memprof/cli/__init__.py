@@ -14,7 +14,7 @@ from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.language import current_language
+from opacus_memprof.language import current_language, tr_sentence
 from opacus_memprof.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
@@ -72,5 +72,5 @@ def main() -> None:
         # Not app(), which would install typer's excepthook in the process of the profiled script.
         typer.main.get_command(app)()
     except MemprofError as error:
-        print(f"opacus-memprof: {error}", file=sys.stderr)
+        print(f"opacus-memprof: {tr_sentence(str(error), least_words=2)}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -17,7 +17,7 @@ from babel.messages import mofile, pofile
 from torch import nn
 
 import opacus_memprof
-from opacus_memprof import language
+from opacus_memprof import cli, language
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
@@ -103,6 +103,44 @@ def test_no_sentence_of_a_finding_or_a_suggestion_is_missing(file: str) -> None:
     with in_language("zh"):
         missing = [text for text in sentences if not re.search(r"[\u4e00-\u9fff]", language.tr_sentence(text))]
     assert missing == []
+
+
+REFUSING = ("cli", "profiles", "running/program.py", "virtual_gpu/devices.py", "experiments/configuration.py")
+
+
+def refusals() -> Iterator[str]:
+    """The messages of errors that commands print, from the files where the common ones are."""
+    for place in REFUSING:
+        for path in [PACKAGE / place] if place.endswith(".py") else sorted((PACKAGE / place).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MemprofError":
+                    yield as_printed(node.args[0])
+
+
+def test_no_refusal_is_missing() -> None:
+    found = [text for text in refusals() if re.search("[a-z]+ [a-z]+", text)]
+    assert len(found) > 30
+    with in_language("zh"):
+        missing = [text for text in found if not re.search(r"[\u4e00-\u9fff]", language.tr_sentence(text, 2))]
+    assert missing == []
+
+
+def test_a_command_refuses_in_chinese(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(language.VARIABLE, "zh")
+    monkeypatch.setattr(sys, "argv", ["opacus-memprof", "run", str(tmp_path / "train.py")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"opacus-memprof: 脚本 {tmp_path / 'train.py'} 不存在\n"
+
+
+def test_a_refusal_is_not_taken_for_a_part_of_another_sentence() -> None:
+    unknown = "nobody knows this: it ends in {here}"
+    with in_language("zh"):
+        assert language.tr_sentence("ends in conv1") != "ends in conv1"  # " in {module}"
+        assert language.tr_sentence(unknown, least_words=2) == unknown
 
 
 def test_a_sentence_is_translated_with_its_parts() -> None:
