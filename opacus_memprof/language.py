@@ -48,7 +48,7 @@ def tr_sentence(sentence: str, least_words: int = 0) -> str:
 
     Args:
         sentence: the sentence.
-        least_words: of a message with names, its own words; those with fewer, which are parts of sentences, are not used.
+        least_words: messages with names and fewer words of their own are not used: they are parts of sentences.
     """
     exact, patterns = _sentences(current_language())
     if sentence in exact:
