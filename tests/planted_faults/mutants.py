@@ -208,7 +208,8 @@ def main() -> int:
 
 def _outcome(tree: Path, mutant: Mutant, tests: Iterable[str]) -> str:
     """Plants a fault and runs tests; a test that fails without it does not count."""
-    name, original = f"opacus_memprof/{mutant.file}", (ROOT / "opacus_memprof" / mutant.file).read_text()
+    name = f"opacus_memprof/{mutant.file}"
+    original = (tree / name).read_text()
     while True:
         chosen = [test for test in tests if test not in _fails_anyway]
         without = [f"--deselect={test}" for test in _fails_anyway]

@@ -18,8 +18,8 @@ def test_below():
 @pytest.mark.limit_gpu_memory("4 MiB")
 def test_above():
     with opacus_memprof.tag("inputs"):
-        kept = block(3)
-    block(2)
+        kept = block(2)
+    block(3)
 
 @pytest.mark.limit_gpu_memory("1 B", category="noise")
 def test_nothing_of_the_category():
@@ -39,8 +39,8 @@ def test_above_in_a_category():
             "limit_gpu_memory: 5.00 MiB (5242880 bytes) of memory on cpu at the peak, in idle of step 0, which is "
             "1.00 MiB more than the limit of 4.00 MiB (4194304 bytes)",
             "by category:",
-            "*3.00 MiB  inputs",
-            "*2.00 MiB  unattributed",
+            "*3.00 MiB  unattributed",
+            "*2.00 MiB  inputs",
             "limit_gpu_memory: 11.00 MiB (11534336 bytes) of inputs on cpu*9.00 MiB more than the limit of 2.00 MiB*",
         ]
     )

@@ -5,10 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import record_function
 
 from opacus_memprof.clipping.cost import choose, ghost_norm_cost, gram_norm_cost, kept_norm_cost
+from opacus_memprof.clipping.kernels.sums import sum_products
+from opacus_memprof.clipping.workspace import Workspace
+from tests.oracle.meter import WINDOW, window_peaks
 
 SIZES = st.integers(1, 5000)
 
@@ -76,3 +81,24 @@ def test_without_keeping_the_cheaper_norm_is_chosen(batch: int, tokens: int, row
 def test_costs_need_no_torch(module: str) -> None:
     code = f"import sys; import opacus_memprof.clipping.cost; print({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("layout", ["tokens", "columns"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sum_uses_the_workspace_and_no_more(dtype: torch.dtype, groups: int, layout: str) -> None:
+    samples, tokens, rows, columns, workspace = 64, 16, 24, 40, 1 << 15
+    g = torch.randn(samples * groups, tokens, rows, dtype=dtype).mT
+    a = torch.randn(samples * groups, tokens, columns, dtype=dtype)
+    if layout == "columns":  # as of an unfolded input
+        a = a.mT.contiguous().mT
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def run() -> None:
+        with record_function(WINDOW + "sum"):
+            sum_products(g, a, torch.rand(samples, dtype=kind), groups, Workspace(workspace))
+
+    peak = window_peaks(run)["sum"]
+    total = groups * rows * columns * kind.itemsize
+    held = 2 * total + samples * kind.itemsize  # the sum so far, what is added to it, and the factors
+    assert total + 0.45 * workspace <= peak <= held + workspace
