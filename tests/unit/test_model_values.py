@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from opacus_memprof.clipping.proof.model_state import ModelState, Tokens
+from opacus_memprof.clipping.proof.model_state import ModelState, Tokens, without_saved_tensors_hooks
 
 
 class Counted(nn.Module):
@@ -93,3 +94,22 @@ def test_a_function_with_its_own_name_inside_has_a_token() -> None:
 
     tokens = Tokens()
     assert tokens.of(repeated) == tokens.of(repeated)
+
+
+def test_saved_tensor_hooks_are_off_in_a_proof_and_come_back() -> None:
+    packed: list[str] = []
+
+    def hooks(name: str) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x)
+
+    def save() -> None:
+        torch.ones(2, requires_grad=True).square()
+
+    with hooks("outer"):
+        with hooks("inner"):
+            with without_saved_tensors_hooks():
+                save()
+            assert packed == []
+            save()
+        save()
+    assert packed == ["inner", "outer"]
