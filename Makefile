@@ -152,14 +152,14 @@ wheel: $(BIN)/python
 	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w $(VENV)/dist $(WHEELS)/sources
 
 # As a user installs it, without a compiler: first with what it needs, then from nowhere else.
-IN_WHEEL = cd $(VENV) && PATH=$(abspath $(BIN)) opacus-memprof
+IN_WHEEL = cd $(VENV) && PATH=$(abspath $(BIN))
 try-wheel: $(BIN)/python
 	$(INSTALL) 'torch==$(TORCH)' opacus
 	$(INSTALL) --find-links $(WHEELS)/dist --only-binary opacus-memprof opacus-memprof
 	$(INSTALL) --force-reinstall --no-deps --no-index --find-links $(WHEELS)/dist opacus-memprof
-	$(IN_WHEEL) doctor
-	$(IN_WHEEL) run -o profile --device cpu $(CURDIR)/examples/train_transformer.py
-	$(IN_WHEEL) run -o virtual --virtual-gpu h200 $(CURDIR)/examples/train_transformer.py
+	$(IN_WHEEL) opacus-memprof doctor
+	$(IN_WHEEL) opacus-memprof run -o virtual --virtual-gpu h200 $(CURDIR)/examples/train_transformer.py
+	$(IN_WHEEL) python $(CURDIR)/tools/run_readme.py $(CURDIR)/examples/train_transformer.py
 
 # The source distribution is what a release publishes, and its wheels. It is built and its reader installed in environments of
 # their own. actionlint, which no index has as a wheel, checks workflows more closely than their schema does.
