@@ -175,9 +175,10 @@ def _compile(source: Path, target: Path, include: Iterable[Path], generated: Pat
 def build(
     out: Path, temporary: Path, torch_lib: Path, include: list[Path], libraries: list[Path], jobs: int = 2
 ) -> None:
-    """Writes the two libraries into `out`, and beside them what they were built for, which is compared at their start.
+    """Builds the two libraries, and writes the versions that they were built for, which are compared when they start.
 
     Args:
+        out: the folder for the libraries and the versions.
         temporary: where objects and the generated list go.
         torch_lib: the folder with libtorch_cuda.so.
         include: folders with the headers of the CUDA that this torch was built for, cuDNN's and NCCL's among them.
@@ -224,8 +225,9 @@ def build(
 
 
 def _built_for(torch: Path, cuda_header: Path) -> dict[str, str | list[int]]:
-    """The versions of torch and of CUDA's headers, and the architectures that torch has machine code for, as 90: what
-    torch.cuda.get_arch_list() says, which the build cannot ask.
+    """Returns the versions of torch and of CUDA's headers, and the architectures that torch has machine code for.
+
+    Architectures are numbers such as 90. They are those of torch.cuda.get_arch_list(), which the build cannot call.
     """
     version = re.search(r"^__version__ = '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
     cuda = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", cuda_header.read_text(errors="replace"))

@@ -116,7 +116,7 @@ void Call::prepare_compounds() {
       on_cpu = compound_on_cpu(tensor);
       if (small_ && is_written_argument(tensor)) on_cpu = on_cpu.clone();
     } catch (const std::exception&) {
-      small_ = false;  // there is none, so nothing can be carried out
+      small_ = false;  // there is none, so nothing can be executed
     }
   }
 }

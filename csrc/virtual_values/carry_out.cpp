@@ -76,8 +76,8 @@ class OnCpuArguments {
 
 }  // namespace
 
-// What is carried out is small: waking other threads for it takes longer than it does. The number
-// is this thread's own.
+// Executed operations are small: waking other threads would take longer than the operation. The
+// number of threads is this thread's own setting.
 class OneThread {
  public:
   OneThread() : before_(at::get_num_threads()) { set(1); }

@@ -130,7 +130,7 @@ void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
         std::make_shared<const Captured>(Captured{handle, operation, all(arguments), all(results)});
     work = [captured] { captured->carry_out(); };
   } catch (const std::exception&) {
-    // It cannot be carried out again: then what it writes is not known.
+    // It cannot be executed again, so the values that it writes are unknown.
     std::vector<at::Tensor> written;
     const auto take = [&](const at::Tensor& part) {
       written.push_back(alias_on(part, part.device()));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA graphs: while one is captured nothing is carried out, and each replay carries out what was
-// captured, over the same memory.
+// CUDA graphs: nothing is executed while one is captured, and each replay executes the captured
+// operations over the same memory.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -14,8 +14,8 @@ namespace opacus_memprof::virtual_values {
 // Gives a result of the CUDA kernel, which found no count, the shape of the one that was computed.
 void give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result);
 
-// Values that were not computed gave a result without elements, which is no bound: replaces it by
-// the one that all elements would give. Counts the use.
+// Values that were not computed gave an empty result, which is not an upper bound: replaces it by
+// the result that all elements would give. Counts the use.
 void take_every_element_for_none(const Operation& operation,
                                  const std::vector<c10::IValue>& arguments,
                                  std::vector<c10::IValue>& values);

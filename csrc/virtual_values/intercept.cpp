@@ -60,8 +60,9 @@ void follow_allocator() {
 
 // The operator of the program in which others are called, for the counts.
 thread_local const Operation* outermost = nullptr;
-// What the operators in it have read that was not computed. It does not matter if the outermost one
-// is then carried out: its CUDA kernel may read what it has itself written past the dispatcher.
+// How many values that were not computed the operators in it have read. It does not matter if the
+// outermost one is executed afterwards: its CUDA kernel may read what it has itself written past
+// the dispatcher.
 thread_local std::uint64_t read_within = 0;
 // It goes into a CUDA graph, and what it calls is a part of it.
 thread_local bool captured = false;

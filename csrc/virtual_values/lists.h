@@ -16,7 +16,7 @@ class SmallPart {
   // tensors.
   explicit SmallPart(const std::vector<c10::IValue>& arguments);
 
-  // Nothing can be carried out: there are none, or another tensor of the call is large.
+  // Nothing can be executed: there are none, or another tensor of the call is large.
   [[nodiscard]] bool empty() const { return kept_.empty(); }
   [[nodiscard]] bool keeps(std::size_t position) const {
     return std::find(kept_.begin(), kept_.end(), position) != kept_.end();

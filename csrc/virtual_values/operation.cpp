@@ -53,7 +53,7 @@ constexpr std::array<std::string_view, 11> kOverwrite{
     "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
     "aten::cauchy_",  "aten::log_normal_", "aten::geometric_"};
 
-// Elements of the first argument are overwritten, those that indices or a mask name.
+// Elements of the first argument that indices or a mask name are overwritten.
 constexpr std::array<std::string_view, 8> kWriteInPart{
     "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
     "aten::index_fill_", "aten::masked_fill_",     "aten::masked_scatter_", "aten::put_"};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What has to be known of an operator before one of its calls can be carried out: read from its
-// schema once.
+// Properties of an operator that must be known before one of its calls can be executed, read from
+// its schema once.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

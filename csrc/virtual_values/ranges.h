@@ -3,7 +3,7 @@
 //
 // Memory of which nothing is noted is unwritten: it was allocated, and no operator has written it.
 // It reads as zero, although a block that is used again still holds its old bytes, so whoever reads
-// it fills it first. What an operator has written that was not carried out repeats an assumed zero.
+// it fills it first. The results of an operator that was not executed repeat an assumed zero.
 #pragma once
 
 #include <array>

@@ -13,8 +13,7 @@
 
 namespace opacus_memprof::virtual_values {
 
-// What is carried out, and how large its tensors may be. The virtual GPU copies and fills up to
-// this size.
+// The largest tensors of executed operations. The virtual GPU copies and fills up to this size.
 std::size_t small_bytes();
 
 Ranges& ranges();

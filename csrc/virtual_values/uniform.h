@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators on tensors that are too large to be carried out, but all of whose elements are the
-// same.
+// Operators on tensors that are too large to execute them, but whose elements are all equal.
 //
 // What was not computed reads as zero, so that this holds for most large tensors:
 // `isfinite(x).all()` of a large result is True as it is of a small one, and a mask of ones stays

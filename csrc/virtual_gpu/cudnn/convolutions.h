@@ -50,7 +50,7 @@ class Convolutions {
  public:
   void set(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name,
            cudnnBackendAttributeType_t type, std::int64_t count, const void* elements);
-  // A heuristic gave this engine configuration; it is the first of all or of those that multiply
+  // A heuristic gave this engine configuration; it is the first of all, or of all that multiply
   // so.
   void choose(cudnnBackendDescriptor_t heuristic, cudnnBackendDescriptor_t configuration,
               Multiply multiply);

@@ -35,8 +35,7 @@ struct Place {
   std::int64_t columns;
 };
 
-// All matrices come first, layer by layer: those that the input meets, those that the state meets,
-// the projection.
+// All matrices come first, layer by layer: the input's, the state's, and the projection.
 Place matrix(const RecurrentDescriptor& recurrent, std::int64_t layer, std::int64_t id) {
   const std::int64_t count = gates(recurrent);
   const std::int64_t input = input_of(recurrent, layer);

@@ -26,8 +26,8 @@ struct DeviceProperties {
   std::int32_t memory_clock_khz;
 };
 
-// The value of a cudaDeviceAttr or CUdevice_attribute, which share their numbers; 0 for those that
-// a virtual GPU does not have.
+// The value of a cudaDeviceAttr or CUdevice_attribute, which share their numbers; 0 if a virtual
+// GPU does not have it.
 int attribute(const DeviceProperties& device, int index);
 
 }  // namespace opacus_memprof::virtual_gpu

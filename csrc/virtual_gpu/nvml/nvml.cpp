@@ -2,7 +2,7 @@
 // libnvidia-ml: a library of its own, since programs open it by name. Its devices are those of the
 // machine.
 //
-// Declared here: NVML's header is not among those that torch's wheels bring.
+// Declared here: torch's wheels do not bring NVML's header.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names and descriptions of errors, as the libraries that this one takes the place of give them.
+// Names and descriptions of errors, as the replaced libraries give them.
 #include <cublas_v2.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>

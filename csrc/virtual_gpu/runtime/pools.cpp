@@ -22,8 +22,8 @@ using virtual_gpu::valid_device;
 
 namespace {
 
-// The default pool of each device first, then those that the program made; never destroyed, as the
-// machine is not.
+// The default pool of each device first, then the pools that the program made; never
+// destroyed, nor is the machine.
 struct Pools {
   std::mutex mutex;
   std::deque<Pool> all;

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory of the run's own training step (step.Step) from what hooks have recorded. If the run ended
-before its first forward did, the remaining layers are estimated too.
+"""Estimates the memory of the run's own training step (step.Step) from what hooks have recorded.
+
+If the run ended before its first forward did, the remaining layers are estimated too.
 """
 
 from collections.abc import Mapping
@@ -195,8 +196,9 @@ def _is_square(block: int, forward: CaptureShape) -> bool:
 
 
 def _guess_forward(module: LayerShape, previous: Layer | None, samples: int) -> CaptureShape:
-    """The forward of a layer that was not reached: it has as many tokens as the previous layer, but a Linear behind
-    convolutions has one per sample.
+    """Estimates the forward of a layer that was not reached, from the previous layer.
+
+    It has as many tokens as the previous layer, but a Linear after convolutions has one token per sample.
     """
     tokens, element_bytes = (previous.forward.tokens, previous.forward.element_bytes) if previous else (1, 4)
     rows, columns = (module.rows, module.columns) if module.rows else (module.weight, module.weight)

@@ -88,8 +88,9 @@ def sum_by(block_groups: Iterable[BlockGroup], key: Callable[[BlockGroup], Any])
 
 
 def read_failure(native: Mapping[str, Any]) -> Failure:
-    """Reads one of native.failures(). Blocks that a forward pass allocated count as activations if they are live when
-    memory runs out.
+    """Reads an entry of native.failures().
+
+    Blocks that a forward pass allocated count as activations if they are live when memory runs out.
     """
     groups = [
         BlockGroup(**{**group, "category": name_at_failure(group["category"])})

@@ -31,8 +31,10 @@ class FlashClip:
         return self._pair_bytes(n) + self.new_bytes(n)
 
     def kept_calls(self, n: int) -> int:
-        """The number of the layer's calls whose pairs are kept. If it runs several times, pairs of calls become
-        per-sample gradients whenever they are larger than these; the last calls' pairs can be left.
+        """Returns how many of the layer's calls keep their pair (input, gradient of the output).
+
+        If a layer runs several times, its pairs become per-sample gradients whenever they are larger than these. The
+        pairs of the last calls can remain.
         """
         calls = self.layer.forward.calls
         if calls == 1 or not self.layer.module.rows or self.layer.module.kind == "Embedding":
@@ -40,7 +42,7 @@ class FlashClip:
         return calls % (self._calls_until_formed() + 1)
 
     def _calls_until_formed(self) -> int:
-        """The most calls whose pairs are not larger than per-sample gradients."""
+        """Returns the largest number of calls whose pairs are not larger than per-sample gradients."""
         forward = self.layer.forward
         pair = self.layer.scale(forward.input_bytes + forward.output_bytes, 1) // forward.calls
         return self.layer.module.rows * self.layer.module.columns * forward.element_bytes // max(pair, 1)
@@ -50,16 +52,18 @@ class FlashClip:
         return self.layer.scale(forward.input_bytes + forward.output_bytes, n) * self.kept_calls(n) // forward.calls
 
     def shared_bytes(self, n: int) -> int:
-        """The part of `kept_bytes` that is also in the previous layer's activations: the input, if it is that layer's
-        output.
+        """Returns the part of `kept_bytes` that is also in the previous layer's activations.
+
+        That is the input, if it is the previous layer's output.
         """
         layer, input_bytes = self.layer, self.layer.forward.input_bytes
         is_output = not layer.forward.from_leaf and layer.saved_before < input_bytes
         return layer.scale(input_bytes, n) if is_output and self.keeps_pair(n) else 0
 
     def new_bytes(self, n: int) -> int:
-        """The part of `kept_bytes` that the layer's backward allocates. Not a pair: x is an activation, and g exists in
-        backward anyway.
+        """Returns the part of `kept_bytes` that the layer's backward allocates.
+
+        A pair is not part of it: x is an activation, and g exists in backward anyway.
         """
         forward, module = self.layer.forward, self.layer.module
         wide = cost.accumulated_itemsize(forward.element_bytes)
@@ -71,8 +75,11 @@ class FlashClip:
         return n * (forward.element_bytes * weight + wide * bias)
 
     def norm_temporaries(self, n: int, *, keep: bool = True) -> int:
-        """The temporaries of computing per-sample norms. `keep` is False in Opacus' ghost clipping with these norm
-        samplers, where nothing is kept.
+        """Returns the bytes of temporaries that per-sample norms need.
+
+        Args:
+            n: the number of samples.
+            keep: whether the layer keeps tensors; False for Opacus' ghost clipping with these norm samplers.
         """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if module.kind in NORMS:
@@ -110,8 +117,9 @@ class FlashClip:
         return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
 
     def merged_norm_temporaries(self, n: int) -> int:
-        """The temporaries of the norms of a layer that runs several times: the pairs of its calls in one, for as many
-        samples at a time as fit into half of the workspace.
+        """Returns the bytes of temporaries for the norms of a layer that runs several times.
+
+        The pairs of its calls are concatenated, for as many samples at a time as fit into half of the workspace.
         """
         calls = self.kept_calls(n)
         if calls < self.layer.forward.calls:  # the gradients of each call left are formed and added to a copy of others
@@ -196,8 +204,10 @@ class FlashClip:
         )
 
     def _unfold(self, n: int, ceiling: int) -> tuple[int, int, int]:
-        """The number of samples whose input a convolution unfolds at a time, the bytes of their unfolded input, and
-        those of copies of their input.
+        """Returns how many samples a convolution unfolds at a time, and the bytes that this needs.
+
+        Returns:
+            The number of samples, the bytes of their unfolded input, and the bytes of copies of their input.
         """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
@@ -229,8 +239,12 @@ class FlashClip:
         return samples, unit * taps * forward.tokens, unit * unfolding.copied
 
     def _padded(self, size: int) -> int:
-        """The positions of a padded input of `size` positions, for images and kernels as wide as high: with the least
-        padding and stride that lead from its size to the output's.
+        """Returns the number of positions of a padded input, for square images and kernels.
+
+        The padding and the stride are the smallest that lead from the input's size to the output's.
+
+        Args:
+            size: the number of positions before padding.
         """
         module = self.layer.module
         dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d

@@ -84,8 +84,10 @@ class Layer:
         return self.forward.element_bytes * n * self.elements
 
     def passed_gradients(self, n: int, mean_loss: bool) -> int:
-        """The bytes of the gradients of output and input and of the residual stream, and, for a mean loss, of Opacus'
-        scaled copy of the output's.
+        """Returns the bytes of gradients that pass through the layer in backward.
+
+        These are the gradients of its output, its input and the residual stream. For a mean loss, Opacus' scaled copy
+        of the output's gradient is added.
         """
         calls = self.forward.calls
         output = self.scale(self.forward.output_bytes, n) // calls
@@ -93,9 +95,10 @@ class Layer:
         return output * (2 if mean_loss else 1) + grad_input + self.scale(self.residual_gradient, n)
 
     def layout_copies(self, n: int) -> int:
-        """The workspace of a convolution's backward, if its library computes in another memory layout: copies of the
-        gradients of output and input, and of the weight. On an H200 cuDNN's workspace was that to within 1 KiB
-        (benchmarks/virtual_gpu/convolution_workspace.py).
+        """Returns the workspace of a convolution's backward, if its library computes in another memory layout.
+
+        It consists of copies of the gradients of output and input, and of the weight. On an H200, cuDNN's workspace was
+        equal to that within 1 KiB (benchmarks/virtual_gpu/convolution_workspace.py).
         """
         if not self.forward.layout_copied:
             return 0
@@ -103,8 +106,12 @@ class Layer:
         return gradients + self.forward.element_bytes * self.module.weight
 
     def bias_sum_workspace(self, n: int, multiprocessors: int, *, by_sample: bool) -> int:
-        """The workspace, on a GPU, of the sum that is the gradient of a Linear's bias: over tokens, by sample, or (as
-        autograd does it) over samples too.
+        """Returns the workspace on a GPU of the sum that gives the gradient of a Linear's bias.
+
+        Args:
+            n: the number of samples.
+            multiprocessors: the number of the GPU's multiprocessors.
+            by_sample: whether the sum is over the tokens of each sample; otherwise, as in autograd, over samples too.
         """
         if self.module.kind != "Linear" or not self.module.bias:
             return 0
@@ -141,8 +148,10 @@ class Layer:
         return max(formed + workspace + self.scale(self.repeated_forward, n), result)
 
     def ghost_norms(self, n: int, workspace: int = 0) -> int:
-        """The peak of Opacus' norm sampler in ghost clipping. A Linear with T > 1 tokens forms T x T matrices, s·n·T²
-        bytes each: two for the weight and one for the bias. Layers without a norm sampler form per-sample gradients.
+        """Returns the peak of Opacus' norm sampler in ghost clipping.
+
+        A Linear with T > 1 tokens forms T x T matrices of s·n·T² bytes each: two for the weight and one for the bias.
+        Layers without a norm sampler form per-sample gradients.
         """
         forward, module = self.forward, self.module
         if not module.norm_sampler:
@@ -159,8 +168,9 @@ class Layer:
 
 
 def as_sampled(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, with those that Opacus samples together as one, in the place of the first of them. functorch repeats
-    their forward, and holds what that keeps and its gradients until it returns.
+    """Returns the layers; layers that Opacus samples together become one, at the position of the first of them.
+
+    functorch repeats the forward of such a layer. It holds the saved tensors and the gradients until it returns.
     """
     parts: dict[tuple[bool, str], list[Layer]] = {}
     for layer in layers:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a model, from the names of its modules: which units repeat, which layer's backward releases which
-activations, and where residual streams run.
+"""The structure of a model, from the names of its modules.
+
+Tells which units repeat, which layer's backward releases which activations, and where residual streams run.
 """
 
 import re
@@ -73,13 +74,12 @@ def _nearest(module: str, order: Sequence[str]) -> str:
 
 
 def distribute_missing(layers: Sequence[Layer], missing: int, reached: str) -> list[Layer]:
-    """Adds `missing` bytes of activations, which have been released already, to layers in proportion to the sizes of
-    their inputs and outputs.
+    """Adds activations that have been released already to layers, in proportion to their inputs and outputs.
 
     Args:
         layers: in forward order.
-        missing: bytes.
-        reached: the layer whose backward was running: only the layers behind it have released activations. Empty: all.
+        missing: bytes of these activations.
+        reached: the layer whose backward was running; only later layers have released activations. Empty: all have.
     """
     names = [layer.name for layer in layers]
     live = names.index(reached) + 1 if reached in names[:-1] else 0

@@ -132,8 +132,10 @@ class Case:
             yield from self._remaining_instants(self.step, n, with_leftovers, gradients, accumulates)
 
     def _instants_without_strays(self, step: Step, stray_samples: tuple[int, ...]) -> Iterator[Instant]:
-        """The whole step, whose per-sample gradients then have the size of its own batch. The stray forwards save
-        nothing: they need an operation's input and output, and as much again that its caller refers to.
+        """Yields the instants of the step after stray forwards are removed from the program.
+
+        Per-sample gradients then have the size of the step's own batch. The stray forwards run without saving tensors:
+        they need an operation's input and output, and as much again for tensors that its caller refers to.
         """
         yield from step.instants(step.samples)
         widest = max((layer.forward.input_bytes + 2 * layer.forward.output_bytes for layer in step.layers), default=0)
@@ -162,8 +164,9 @@ class Case:
     def _in_later_step(
         self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients
     ) -> dict[str, int]:
-        """The same instant in a later step, where optimizer states exist, and gradients that outlive zero_grad; if the
-        batch is part of a logical one, clipped sums too.
+        """Returns the same instant in a later step, where optimizer states exist.
+
+        Gradients that outlive zero_grad exist then, too, and, if the batch is part of a logical batch, clipped sums.
         """
         if phase not in _PHASE_ORDER:
             return sizes
@@ -189,7 +192,7 @@ class Case:
         reached_layer = order.index(failure.module) if failure.module in order else len(order)
 
         def position(name: str) -> int:
-            """Of a layer, or of the first of those that are sampled together."""
+            """Returns the position of a layer, or of the first of several layers that are sampled together."""
             together = (layer.name for layer in step.layers if layer.module.sampled_in == name)
             return order.index(name if name in order else next(together))
 
@@ -210,8 +213,9 @@ class Case:
         return category in PER_SAMPLE and not sized_by_stray and not self._is_gradient(module, size)
 
     def _is_gradient(self, module: str, size: int) -> bool:
-        """Whether a block has the size of the module's weight: then it is the weight's gradient, not yet accumulated,
-        whatever its category is.
+        """Returns whether a block has the size of the module's weight.
+
+        Then it is the weight's gradient before accumulation, whatever its category is.
         """
         shape = self.shapes.modules.get(module)
         if shape is None or not shape.weight:

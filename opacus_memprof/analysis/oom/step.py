@@ -87,8 +87,11 @@ class Step:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
-        """The instants of the step with a physical batch of n samples. `accumulates`: it is part of a logical batch,
-        whose clipped sums live through all parts.
+        """Yields the instants of the step with a physical batch of `n` samples.
+
+        Args:
+            n: the number of samples.
+            accumulates: whether the batch is part of a logical batch, whose clipped sums are live in all parts.
         """
         if self.mode in _OPACUS_SAMPLERS and any(layer.module.sampled_in is not None for layer in self.layers):
             yield from replace(self, layers=as_sampled(self.layers)).instants(n, accumulates=accumulates)
@@ -127,8 +130,10 @@ class Step:
         return self.trained if self.keeps_gradients and not self.drops_gradients else 0
 
     def _loss_backward(self, n: int, gradients: int) -> Instant:
-        """The beginning of backward: the gradient of the last layer's output is computed from the gradient of what the
-        loss has saved (for cross entropy, the logarithms of as many probabilities).
+        """Returns the beginning of backward: the computation of the gradient of the last layer's output.
+
+        It is computed from the gradient of the tensors that the loss has saved. For cross entropy, these are log-
+        probabilities, as many as the output has elements.
         """
         output = self.layers[-1].forward.output_bytes if self.layers else 0
         temporaries = self._scale(output + min(self.loss, output), n)
@@ -138,8 +143,9 @@ class Step:
         )
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
-        """The backward of hooks, functorch, ew and no_op, where per-sample gradients accumulate while activations are
-        released; and that of a model without Opacus.
+        """Yields the backward of a mode with one pass: hooks, functorch, ew, no_op, or a model without Opacus.
+
+        Per-sample gradients accumulate while activations are released.
         """
         private = self.mode not in ("", "other")
         yield self._loss_backward(n, self._kept_gradients())
@@ -176,8 +182,10 @@ class Step:
             live -= self._scale(layer.activations, n)
 
     def _cell(self, layer: Layer) -> set[str]:
-        """The layers whose per-sample gradients live when the layer's backward begins: those of the same recurrent
-        cell, whose calls alternate and add to the same gradients; or the one that a tied weight counts for.
+        """Returns the layers whose per-sample gradients are live when the layer's backward begins.
+
+        These are the layers of the same recurrent cell, whose calls alternate and add to the same gradients, or the
+        layer that a tied weight counts for.
         """
         if layer.module.tied_to:
             return {layer.module.tied_to}
@@ -187,8 +195,9 @@ class Step:
         return {each.name for each in self.layers if each.is_repeated and each.name.rpartition(".")[0] == parent}
 
     def _released_before(self, layer: Layer, n: int) -> int:
-        """The part of a layer's activations that is free in its backward: its output, which only later operations have
-        saved.
+        """Returns the bytes of a layer's activations that are free in its backward.
+
+        That is its output, which only later operations have saved.
         """
         return self._scale(min(layer.activations - layer.saved_before, layer.forward.output_bytes), n)
 
@@ -201,8 +210,10 @@ class Step:
         return layer.sampler(n, copies=copies, workspace=self._product_workspace(layer))
 
     def _adds_outputs(self, layer: Layer) -> bool:
-        """Whether the gradient of the layer's output is also that of another one, whose output a recurrent cell adds.
-        A GRU, with three rows for each hidden feature, does not add all of them.
+        """Returns whether the gradient of the layer's output is also that of another layer in a recurrent cell.
+
+        This is so if the cell adds both outputs. A GRU, with three rows for each hidden feature, does not add all of
+        them.
         """
         cell = sorted(self._cell(layer))
         others = [each for each in self.layers if each.name in cell[1:]]
@@ -212,8 +223,10 @@ class Step:
         return sum(layer.per_sample_gradients(n) for layer in self.layers if layer.name in names)
 
     def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """The backward of operations without parameters before a layer: the gradients of output and input of the one
-        that has saved the most. On a GPU a softmax allocates their product too.
+        """Returns the backward of operations without parameters before a layer.
+
+        It needs the gradients of output and input of the operation that has saved the most. On a GPU, a softmax also
+        allocates their product.
         """
         largest = max(2 * layer.largest, 3 * layer.largest_square if self.on_gpu else 0)
         temporaries = self._scale(largest + layer.residual_gradient, n)
@@ -240,8 +253,10 @@ class Step:
         )
 
     def _two_passes(self, n: int) -> Iterator[Instant]:
-        """The two backward passes of ghost clipping: activations survive the one for the norms, and are released in the
-        one for the gradients.
+        """Yields the two backward passes of ghost clipping.
+
+        Activations survive the first pass, which computes norms, and are released in the second, which computes
+        gradients.
         """
         yield self._loss_backward(n, self._kept_gradients())
         live = self._activations(n) + self._scale(self.loss + self.inputs, n)
@@ -277,9 +292,10 @@ class Step:
             live -= self._scale(layer.activations, n)
 
     def _flash_clip(self, n: int, *, accumulates: bool) -> Iterator[Instant]:
-        """The backward and the clipping of flash_clip. Autograd forms no gradients. Each layer keeps what its clipped
-        sum needs, before its own backward; the sums are formed from the first layer to the last, releasing what was
-        kept.
+        """Yields the backward and the clipping of flash_clip.
+
+        Autograd forms no gradients. Before its own backward, each layer keeps the tensors that its clipped sum needs.
+        The sums are formed from the first layer to the last, and release these tensors.
         """
         yield self._loss_backward(n, 0)
         live = self._activations(n) + self._scale(self.inputs, n)
@@ -321,8 +337,9 @@ class Step:
             summed += 0 if accumulates else layer.sum_bytes
 
     def _repeating(self, layer: Layer) -> Layer:
-        """The layer, with what flash_clip keeps of the forward that it repeats if the layer has others inside. Those do
-        not save their inputs then, because their weights need no gradients.
+        """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it contains others.
+
+        The inner layers then do not save their inputs, because their weights need no gradients.
         """
         inside = [each for each in self.layers if each.name.startswith(f"{layer.name}." if layer.name else "")]
         inside = [each for each in inside if each is not layer]
@@ -342,8 +359,10 @@ class Step:
         return clip.kept_bytes(n) - outputs * clip.kept_calls(n) // layer.forward.calls
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:
-        """Clipped sums, noise, and the optimizer's step. Noise takes the size of the largest layer twice, zeros and the
-        noise that is drawn; that of flash_clip takes it once or, on CUDA, not at all.
+        """Yields clipped sums, noise, and the optimizer's step.
+
+        Noise needs twice the size of the largest layer: zeros, and the drawn noise. flash_clip's noise needs the size
+        once or, on CUDA, no memory.
         """
         trained = self.trained
         if not self.mode:

@@ -48,8 +48,10 @@ _OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 
 
 def advise(case: Case) -> list[Suggestion]:
-    """Returns all suggestions that save memory: first those that fit, smallest change of the program first; then those
-    that fit tightly, in the same order, unless they remove a defect; then the others, largest saving first.
+    """Returns all suggestions that save memory, in the order in which they are shown.
+
+    First come suggestions that fit, smallest change of the program first. Suggestions that fit tightly follow in the
+    same order; if they remove a defect, they stand among the first. The others come last, largest saving first.
     """
     found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
     if not any(each.fits is not False for each in found):

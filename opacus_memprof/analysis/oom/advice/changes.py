@@ -24,8 +24,9 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
-    """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits. If batch sizes vary, as in
-    Poisson sampling, this also bounds later, larger batches.
+    """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits.
+
+    If batch sizes vary, as in Poisson sampling, this also bounds later, larger batches.
     """
     found = largest_that_fits(case, case.peak)
     if found is None or case.samples is None:
@@ -168,8 +169,9 @@ def adopted_samples(case: Case) -> Iterator[Suggestion]:
 
 
 def another_mode(case: Case) -> Iterator[Suggestion]:
-    """Suggests flash_clip, ghost or hooks instead of the current mode; with a smaller physical batch if the mode alone
-    does not fit.
+    """Suggests flash_clip, ghost or hooks instead of the current mode.
+
+    If the mode alone does not fit, a smaller physical batch is suggested with it.
     """
     for mode in ("flash_clip", "ghost", "hooks"):
         change = mode_change(case, mode)

@@ -89,7 +89,10 @@ def suggest(
         case: the failure.
         instant: the predicted peak.
         change: how much of the program changes.
-        title, code, computed, actions: see Suggestion.
+        title: see Suggestion.
+        code: see Suggestion.
+        computed: see Suggestion.
+        *actions: see Suggestion.
         largest: the largest block of the changed step. Default: that of the run.
     """
     peak = instant.bytes

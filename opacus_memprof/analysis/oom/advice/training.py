@@ -113,8 +113,9 @@ def _suggestion(case: Case, changes: list[Change], n: int | None = None) -> Sugg
 
 
 def checkpoints(case: Case, step: Step) -> Change | None:
-    """Activation checkpointing of repeated units: each unit keeps only its input, and backward recomputes its
-    activations, one unit at a time.
+    """Returns activation checkpointing of repeated units as a change; None if it cannot apply.
+
+    Each unit keeps only its input, and backward recomputes its activations, one unit at a time.
     """
     reentrant = step.mode not in ("", "flash_clip")  # Opacus' hooks know no other kind
     inside: dict[str, list[Layer]] = {}
