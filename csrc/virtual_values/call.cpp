@@ -100,7 +100,7 @@ void Call::prepare() {
   // What is written in place is kept as it is now: the kernel may itself call operators that write.
   for (Tensor& each : tensors_) {
     if (!each.parameter.read || !each.parameter.written || !is_small(each.tensor)) continue;
-    if (state_at(each.position) != State::known && is_inexact(each.tensor)) continue;
+    if (!is_computed(state_at(each.position)) && is_inexact(each.tensor)) continue;
     const Span span = span_of(each.tensor);
     ranges().materialize(span);
     each.before.assign(bytes_at(span.begin), bytes_at(span.end));
@@ -125,8 +125,8 @@ void Call::prepare_compounds() {
 // floating-point results then read as zero as well. Most of a large training's small tensors are of
 // this kind.
 bool Call::is_worth_carrying_out(const torch::jit::Stack& stack, std::size_t returns) const {
-  if (state_ == State::known || operation_.counts_on_device || operation_.name == kUnscale ||
-      std::find(states_.begin(), states_.end(), State::known) != states_.end()) {
+  if (is_computed(state_) || operation_.counts_on_device || operation_.name == kUnscale ||
+      std::any_of(states_.begin(), states_.end(), is_computed)) {
     return true;
   }
   bool inexact = true;
@@ -169,7 +169,7 @@ void Call::note_read(const Tensor& each, State state) {
 
 State Call::state_at(std::size_t position) const {
   const State state = position < states_.size() ? states_[position] : state_;
-  return state == State::known ? State::known : State::assumed;
+  return std::max(state, State::assumed);
 }
 
 void Call::restore() {
@@ -191,7 +191,7 @@ bool Call::is_written_argument(const at::Tensor& tensor) const {
   return false;
 }
 
-bool Call::finish(torch::jit::Stack& stack) {
+State Call::finish(torch::jit::Stack& stack) {
   const std::size_t returns = handle_.schema().returns().size();
   bool all_small = small_;
   for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
@@ -215,7 +215,8 @@ bool Call::finish(torch::jit::Stack& stack) {
   }
   if (!done) {
     note_results_not_computed(stack, returns);
-    if (operation_.name == "aten::_coalesce") return coalesce_indices(stack.back().toTensor());
+    if (operation_.name == "aten::_coalesce")
+      return coalesce_indices(stack.back().toTensor()) ? State::known : State::assumed;
     if (compounds_.size() > 1 && stack.back().isTensor() && is_compound(stack.back().toTensor()))
       count_assumed_shape(operation_.name);
     if (operation_.counts_on_device)
@@ -226,9 +227,9 @@ bool Call::finish(torch::jit::Stack& stack) {
     // known.
     note_written(arguments_[1].toTensor(), State::known);
   }
-  if (done && state_ == State::known) return true;
+  if (done && is_computed(state_)) return state_;
   choose_indices(operation_, arguments_, &stack[stack.size() - returns], returns);
-  return false;
+  return State::assumed;
 }
 
 bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
@@ -241,7 +242,7 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
       return carry_out(handle_, operation_, arguments_, seed_, compounds_);
     }();
     if (operation_.counts_on_device) {
-      if (state_ != State::known) take_every_element_for_none(operation_, arguments_, values);
+      if (!is_computed(state_)) take_every_element_for_none(operation_, arguments_, values);
       for (std::size_t index = 0; index < returns; ++index)
         give_shape_of(operation_, values[index], results[index]);
     }
@@ -288,12 +289,12 @@ void Call::store(const at::Tensor& output, const at::Tensor& value, State state)
   }
   if (!is_plain(output)) return store_compound(output, value, state);
   if (output.sizes() != value.sizes() || output.scalar_type() != value.scalar_type()) {
-    if (state == State::known) count_failure(operation_.name);
+    if (is_computed(state)) count_failure(operation_.name);
     return note_not_computed(output);  // what is for the operator's own backward may differ
   }
   if (output.numel() == 0) return;
   const at::Tensor alias = alias_on_cpu(output);
-  if (state != State::known) make_finite(value);
+  if (!is_computed(state)) make_finite(value);
   if (output.strides() == value.strides() && is_dense(output) &&
       output.is_conj() == value.is_conj() && output.is_neg() == value.is_neg()) {
     std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
@@ -308,7 +309,7 @@ void Call::note_arguments_written() {
   for (const Tensor& each : tensors_) {
     if (!each.parameter.written || !is_small(each.tensor)) continue;
     const State state = state_at(each.in_list ? each.position : 0);
-    if (state != State::known) make_finite(alias_on_cpu(each.tensor));
+    if (!is_computed(state)) make_finite(alias_on_cpu(each.tensor));
     note_written(each.tensor, state);
   }
   for (const auto& [tensor, value] : compounds_) {
@@ -331,7 +332,7 @@ void Call::store_compound(const at::Tensor& output, const at::Tensor& value, Sta
   if (!same) outputs = allocate_parts(output, sizes);
   for (std::size_t index = 0; index < values.size(); ++index) {
     if (outputs[index].numel() == 0) continue;
-    if (state != State::known) make_finite(values[index]);
+    if (!is_computed(state)) make_finite(values[index]);
     alias_on_cpu(outputs[index]).copy_(values[index]);
     note_written(outputs[index], state);
   }
@@ -404,7 +405,7 @@ void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t
   for (const Tensor& each : tensors_) {
     if (!each.parameter.written || each.indices) continue;
     const auto whole = ranges().uniform(span_of(each.tensor));
-    if (each.parameter.read && is_small(each.tensor) && (!whole || whole->state == State::known)) {
+    if (each.parameter.read && is_small(each.tensor) && (!whole || is_computed(whole->state))) {
       ranges().materialize(span_of(each.tensor));  // it keeps its bytes
       note_written(each.tensor, State::assumed);
     } else {

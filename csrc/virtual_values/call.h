@@ -31,8 +31,8 @@ class Call {
   // Makes small inputs hold what they read as.
   void read_inputs();
   // After it: computes what can be computed, and takes note of what is known of the results, which
-  // are on the stack. Answers whether they are what a real GPU would give.
-  bool finish(torch::jit::Stack& stack);
+  // are on the stack. Answers how far they are what a real GPU would give.
+  State finish(torch::jit::Stack& stack);
 
   // Of what the call reads: the lowest of all inputs.
   [[nodiscard]] State state() const { return state_; }

@@ -42,14 +42,14 @@ State to_host(at::Tensor& host, const at::Tensor& device, State state) {
   }
   const OnCpu on_cpu;
   const auto whole = ranges().uniform(span_of(device));
-  if (whole && whole->state == State::known && !device.is_conj() && !device.is_neg()) {
+  if (whole && is_computed(whole->state) && !device.is_conj() && !device.is_neg()) {
     at::Tensor element = at::empty({}, device.options().device(at::kCPU));
     auto* const bytes = static_cast<std::uint8_t*>(element.data_ptr());
     for (std::size_t index = 0; index < device.itemsize(); ++index) {
       bytes[index] = whole->pattern.bytes[index % whole->pattern.size];
     }
     host.copy_(element);
-    return State::known;
+    return whole->state;
   }
   if (host.is_contiguous()) {
     clear(host);

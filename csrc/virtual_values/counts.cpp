@@ -76,7 +76,9 @@ Uses with_stacks(const Uses& uses) {
 
 }  // namespace
 
-void count_unknown_read(const std::string& operation) { count(reads, operation); }
+void count_unknown_read(const std::string& operation, State state) {
+  count(reads, state == State::alike ? kOfRanks + operation : operation);
+}
 
 void count_assumed_shape(const std::string& operation) { count(shapes, operation); }
 

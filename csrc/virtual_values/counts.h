@@ -9,19 +9,23 @@
 #include <utility>
 #include <vector>
 
+#include "virtual_values/ranges.h"
+
 namespace opacus_memprof::virtual_values {
 
 // By operator and, as "file:line", where the program called it; the line is empty where there is
 // none, as on threads of autograd. More lines follow: the frames of Python, the innermost first.
 using Uses = std::map<std::pair<std::string, std::string>, std::uint64_t>;
 
-// The host has read what was not computed.
-void count_unknown_read(const std::string& operation);
+// The host has read what is not known: what was not computed, or what other ranks would give.
+void count_unknown_read(const std::string& operation, State state = State::assumed);
 // A shape, or a choice of indices, was taken by the bound for values that were not computed.
 void count_assumed_shape(const std::string& operation);
 // The CPU could not carry it out; without lines.
 void count_failure(const std::string& operation);
 
+// An operator that read what other ranks would give has kOfRanks before its name.
+inline constexpr const char* kOfRanks = "ranks: ";
 Uses unknown_reads();
 Uses assumed_shapes();
 std::map<std::string, std::uint64_t> failures();

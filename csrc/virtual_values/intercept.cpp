@@ -11,6 +11,8 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
@@ -60,10 +62,10 @@ void follow_allocator() {
 
 // The operator of the program in which others are called, for the counts.
 thread_local const Operation* outermost = nullptr;
-// How many values that were not computed the operators in it have read. It does not matter if the
-// outermost one is executed afterwards: its CUDA kernel may read what it has itself written past
-// the dispatcher.
-thread_local std::uint64_t read_within = 0;
+// The lowest state of what the operators in it have read on the host. What was not computed does
+// not matter if the outermost one is executed afterwards: its CUDA kernel may read what it has
+// itself written past the dispatcher.
+thread_local State read_within = State::known;
 // It goes into a CUDA graph, and what it calls is a part of it.
 thread_local bool captured = false;
 
@@ -72,7 +74,7 @@ class Within {
   explicit Within(const Operation& operation) : first_(outermost == nullptr) {
     if (!first_) return;
     outermost = &operation;
-    read_within = 0;
+    read_within = State::known;
   }
   Within(const Within&) = delete;
   Within& operator=(const Within&) = delete;
@@ -87,14 +89,19 @@ class Within {
   bool first_;
 };
 
-// The host has read something in this operator that was not computed.
-void count_read(const Operation& operation) {
+std::string name_of(const Operation& operation) {
+  return operation.kind == Kind::item ? "aten::item" : operation.name;
+}
+
+// The host has read something in this operator that is not known.
+void count_read(const Operation& operation, State state) {
+  if (state == State::alike) return count_unknown_read(name_of(operation), state);
   // Kernels that count on the device have been counted by what they read.
   if (operation.counts_on_device) return;
   if (operation.dynamic_shape) {
     count_assumed_shape(operation.name);
   } else {
-    count_unknown_read(operation.kind == Kind::item ? "aten::item" : operation.name);
+    count_unknown_read(name_of(operation));
   }
 }
 
@@ -149,16 +156,33 @@ void note_written_by_nccl(const Operation& operation, const torch::jit::Stack& s
   });
 }
 
+// How far what a collective gives is known, where this rank's data is. Of the group's ranks only
+// this one is here; what one rank gives to all is its own where it is that one.
+State given_by(const Operation& operation, const std::vector<c10::IValue>& arguments) {
+  const auto group = std::find_if(arguments.begin(), arguments.end(),
+                                  [](const auto& argument) { return argument.isCustomClass(); });
+  if (group == arguments.end()) return State::known;
+  const auto& ranks = *group->toCustomClass<c10d::ProcessGroup>();
+  const bool from_root = operation.name == "c10d::broadcast_" || operation.name == "c10d::scatter_";
+  const bool here = from_root && (group + 1)->toInt() == ranks.getRank();
+  return here || ranks.getSize() == 1 ? State::known : State::alike;
+}
+
+bool has_tensors(const c10::IValue& argument) {
+  bool found = false;
+  for_each_tensor(argument, [&](const at::Tensor& tensor) { found = found || tensor.defined(); });
+  return found;
+}
+
 // The virtual GPU's NCCL writes what other ranks would give if they had this rank's data, so it
-// must find the data there, and nothing may be filled in afterwards. What it gives is known as far
-// as this rank's data is. Of several tensor arguments the first is the result.
+// must find the data there, and nothing may be filled in afterwards. Of several tensor arguments
+// the first is the result.
 void pass_collective(const c10::OperatorHandle& handle, const Operation& operation,
                      c10::DispatchKeySet below, torch::jit::Stack* stack) {
   const std::vector<c10::IValue> arguments(
       stack->end() - static_cast<std::ptrdiff_t>(operation.parameters.size()), stack->end());
-  const bool has_inputs =
-      arguments.size() > 1 && (arguments[1].isTensor() || arguments[1].isTensorList());
-  State state = State::known;
+  const bool has_inputs = arguments.size() > 1 && has_tensors(arguments[1]);
+  State state = given_by(operation, arguments);
   for_each_small(arguments, has_inputs ? 1 : 0, [&](const at::Tensor& tensor) {
     state = std::min(state, ranges().materialize(span_of(tensor)));
   });
@@ -168,17 +192,17 @@ void pass_collective(const c10::OperatorHandle& handle, const Operation& operati
     const WithinCollective within;
     handle.redispatchBoxed(below, stack);
   }
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      if (!is_plain(tensor)) return;
-      if (is_small(tensor)) {
-        note_written(tensor, state);
-      } else {
-        note_not_computed(tensor);
-      }
-    });
-    if (has_inputs) return;  // the others are only read
-  }
+  if (operation.name == "c10d::send" || operation.name == "c10d::barrier") return;
+  // What arrives does not depend on what the buffer held.
+  if (operation.name.starts_with("c10d::recv_")) state = State::alike;
+  for_each_tensor(arguments[0], [&](const at::Tensor& tensor) {
+    if (!is_plain(tensor)) return;
+    if (is_small(tensor)) {
+      note_written(tensor, state);
+    } else {
+      note_not_computed(tensor);
+    }
+  });
 }
 
 void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::DispatchKeySet below,
@@ -215,10 +239,9 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
     return pass_collective(handle, operation, below, stack);
   }
   if (operation.kind == Kind::copy && is_copy_between_host_and_device(*stack)) {
-    if (copy_between_host_and_device(handle, below, *stack) != State::known) {
-      ++read_within;
-      if (within.first()) count_read(operation);
-    }
+    const State state = copy_between_host_and_device(handle, below, *stack);
+    read_within = std::min(read_within, state);
+    if (state != State::known && within.first()) count_read(operation, state);
     return follow_allocator();
   }
   if (in_collective) note_written_by_nccl(operation, *stack);
@@ -228,10 +251,14 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   if (operation.kind == Kind::item) call->read_inputs();  // the CUDA kernel copies it to the host
   handle.redispatchBoxed(below, stack);
   follow_allocator();
-  const bool known =
-      operation.kind == Kind::item ? call->state() == State::known : call->finish(*stack);
-  if (!known && (operation.kind == Kind::item || operation.kind == Kind::equal)) ++read_within;
-  if (!known && read_within > 0 && within.first()) count_read(operation);
+  const State state = operation.kind == Kind::item ? call->state() : call->finish(*stack);
+  if (operation.kind == Kind::item || operation.kind == Kind::equal ||
+      (operation.dynamic_shape && state == State::alike)) {
+    read_within = std::min(read_within, state);
+  }
+  if (state != State::known && read_within != State::known && within.first()) {
+    count_read(operation, state);
+  }
 }
 
 void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,

@@ -3,8 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
+#include <string>
+
 #include "virtual_values/counts.h"
 #include "virtual_values/intercept.h"
+#include "virtual_values/tensors.h"
 
 namespace values = opacus_memprof::virtual_values;
 
@@ -15,4 +19,10 @@ PYBIND11_MODULE(_virtual, module) {
   module.def("unknown_reads", &values::unknown_reads);
   module.def("assumed_shapes", &values::assumed_shapes);
   module.def("failures", &values::failures);
+  module.def("count_rank_read", [](const std::string& operation) {
+    values::count_unknown_read(operation, values::State::alike);
+  });
+  module.def("note_not_computed", [](std::uintptr_t begin, std::uintptr_t end) {
+    values::ranges().set_not_computed({begin, end});
+  });
 }

@@ -19,8 +19,12 @@ namespace opacus_memprof::virtual_values {
 enum class State : std::uint8_t {
   unwritten,  // reads as zero
   assumed,    // the bytes are there, but derived from some that were not computed
+  alike,      // the bytes are what a real GPU would hold if every rank had this rank's data
   known,      // the bytes are what a real GPU would hold
 };
+
+// The bytes are computed, and not zeros that stand for them.
+inline bool is_computed(State state) noexcept { return state >= State::alike; }
 
 struct Span {
   std::uintptr_t begin = 0;

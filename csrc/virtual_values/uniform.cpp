@@ -89,7 +89,7 @@ bool evaluate_uniform(const c10::OperatorHandle& handle, const Operation& operat
     const auto element = element_of(arguments[index].toTensor(), operation.parameters[index].read);
     if (!element) return false;
     state = std::min(state, element->state);
-    if (state != State::known && floating) return false;
+    if (!is_computed(state) && floating) return false;
     elements[index] = element->tensor;
   }
   const auto values = carry_out(handle, operation, elements, 0);

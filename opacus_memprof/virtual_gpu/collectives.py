@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces collectives of Python objects, and the splitting of groups, in torch.distributed.
 
-This is needed because the virtual NCCL sends nothing between ranks. Gathered objects are copies of this rank's, as
-gathered tensors are. Objects that one rank gives to others (broadcast_object_list, scatter_object_list) go through the
-job's store if the ranks are processes, as under torchrun, because programs rely on getting that rank's object.
+This is needed because the virtual NCCL sends nothing between ranks. If the ranks are processes, as under torchrun,
+their objects go through the job's store. A rank that is simulated without the others gets copies of its own objects,
+which counts as a read of values that it does not know.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from typing import Any
 from opacus_memprof.recording.startup import AfterImport
 
 _NAME = "torch.distributed.distributed_c10d"
+OBJECTS = "a collective of objects"  # the operation that reads objects of other ranks
 
 
 def install(library: ctypes.CDLL) -> None:
@@ -45,7 +46,24 @@ def _replace_object_collectives(c10d: Any) -> None:
         if c10d.get_rank(group) == source:
             store.set(key, pickle.dumps(value))
             return value
-        return pickle.loads(store.get(key)) if store.check([key]) or not _simulates_one_rank() else value
+        if store.check([key]) or not _simulates_one_rank():
+            return pickle.loads(store.get(key))
+        _count_rank_read()
+        return value
+
+    def gather(group: Any, value: Any, root: int | None = None) -> list[Any]:
+        """Returns the values of all ranks; on a simulated rank copies of `value`. Only `root` waits, if it is given."""
+        ranks, rank = c10d.get_world_size(group), c10d.get_rank(group)
+        if _simulates_one_rank():
+            if ranks > 1:
+                _count_rank_read()
+            return [_copy(value) for _ in range(ranks)]
+        name = c10d._get_process_group_name(group)
+        exchanges[name] = exchanges.get(name, 0) + 1
+        key = f"virtual_gpu/objects/{name}/{exchanges[name]}"
+        store = c10d._get_default_store()
+        store.set(f"{key}/{rank}", pickle.dumps(value))
+        return [pickle.loads(store.get(f"{key}/{each}")) for each in range(ranks) if root in (None, rank)]
 
     def root(group: Any, rank: int | None, group_rank: int | None) -> int:
         rank = 0 if rank is None and group_rank is None else rank
@@ -53,7 +71,7 @@ def _replace_object_collectives(c10d: Any) -> None:
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **_: Any) -> None:
         if not c10d._rank_not_in_group(group):
-            object_list[:] = [_copy(obj) for _ in range(c10d.get_world_size(group))]
+            object_list[:] = gather(c10d._group_or_default_group(group), obj)
 
     def gather_object(
         obj: Any,
@@ -64,11 +82,15 @@ def _replace_object_collectives(c10d: Any) -> None:
         **_: Any,
     ) -> None:
         group = c10d._group_or_default_group(group)
-        if c10d._rank_not_in_group(group) or c10d.get_rank(group) != root(group, dst, group_dst):
+        if c10d._rank_not_in_group(group):
             return
-        if object_gather_list is None:
+        destination = root(group, dst, group_dst)
+        here = c10d.get_rank(group) == destination
+        if here and object_gather_list is None:
             raise ValueError("Argument object_gather_list must be specified on destination rank.")
-        object_gather_list[:] = [_copy(obj) for _ in range(c10d.get_world_size(group))]
+        objects = gather(group, obj, destination)
+        if here and object_gather_list is not None:
+            object_gather_list[:] = objects
 
     def broadcast_object_list(
         object_list: list[Any],
@@ -100,6 +122,12 @@ def _replace_object_collectives(c10d: Any) -> None:
     for replacement in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
         name = replacement.__name__
         setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
+
+
+def _count_rank_read() -> None:
+    from opacus_memprof import _virtual
+
+    _virtual.count_rank_read(OBJECTS)
 
 
 def _simulates_one_rank() -> bool:

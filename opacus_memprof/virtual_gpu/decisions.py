@@ -8,7 +8,7 @@ calls of unknown functions, the value counts as deciding.
 
 import ast
 import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +21,8 @@ _HARMLESS = {
     *("tensor", "exp", "sqrt", "square", "pow", "norm", "stack", "cat", "full", "size", "time", "perf_counter"),
 }
 _KEEPS = {"append", "extend", "add", "update", "write"}  # methods after which their object has the value
+# Functions that write into one of their arguments, and its position.
+_FILLS = {"all_gather_object": 0, "gather_object": 1, "broadcast_object_list": 0, "scatter_object_list": 0}
 _SIZES = {"range", "zeros", "ones", "empty", "view", "reshape", "expand", "split", "narrow", "islice"}
 
 
@@ -72,8 +74,12 @@ def _follow(file: str, line: int) -> str:
     statement = min(statements, key=lambda node: (node.end_lineno or 0) - node.lineno)
     if isinstance(statement, ast.If | ast.While | ast.Assert) and _covers(statement.test, line):
         return "decides"
-    names: set[str] = set()
-    found = _take(statement, names, lambda node: _covers(node, line) and (_reads(node) or not _reads(statement)))
+    names = set(_filled(statement))
+    found = (
+        "harmless"
+        if names
+        else _take(statement, names, lambda node: _covers(node, line) and (_reads(node) or not _reads(statement)))
+    )
     body = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
     before = -1
     while found != "decides" and len(names) > before:  # assignments may stand in a loop
@@ -82,6 +88,14 @@ def _follow(file: str, line: int) -> str:
             each = _take(node, names, lambda part: _mentions(part, names))
             found = max(found, each, key=["harmless", "returned", "decides"].index)
     return found
+
+
+def _filled(statement: ast.stmt) -> Iterator[str]:
+    """The names that a collective of objects in the statement writes into."""
+    for call in ast.walk(statement):
+        position = _FILLS.get(_name(call.func).removeprefix("."), -1) if isinstance(call, ast.Call) else -1
+        if isinstance(call, ast.Call) and 0 <= position < len(call.args):
+            yield _name(call.args[position])
 
 
 def _covers(node: ast.AST, line: int) -> bool:

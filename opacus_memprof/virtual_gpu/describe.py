@@ -3,11 +3,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opacus_memprof.profiles.profile import UnknownUse, VirtualGpus
+from opacus_memprof.virtual_gpu.collectives import OBJECTS
 from opacus_memprof.virtual_gpu.decisions import decides
 from opacus_memprof.virtual_gpu.devices import Gpu
 from opacus_memprof.virtual_gpu.process import active, default_answers
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_OF_RANKS = "ranks: "  # before an operation that read what other ranks give, as csrc/virtual_values/counts.h has it
+_VALUES = ("aten::item", "aten::copy_", "aten::equal")  # operations that read a value, and give no shape by it
 _MAX_WARNINGS = 20  # of one kind; profile.json has all uses
 
 
@@ -90,7 +93,9 @@ def describe_run() -> VirtualGpus | None:
     counts = _Counts.now().since(_at_begin)
     return VirtualGpus(
         **gpus,
-        unknown_reads=[UnknownUse(use.operation, use.line, use.count) for use in counts.unknown_reads],
+        unknown_reads=[
+            UnknownUse(use.operation.removeprefix(_OF_RANKS), use.line, use.count) for use in counts.unknown_reads
+        ],
         assumed_shapes=[UnknownUse(use.operation, use.line, use.count) for use in counts.assumed_shapes],
         not_computed=counts.not_computed,
         default_answers=counts.default_answers,
@@ -103,8 +108,14 @@ def describe_limits() -> list[str]:
     if gpus is None:
         return []
     counts = _Counts.now().since(_at_begin)
+    matter = [use for use in counts.unknown_reads if _matters(use)]
+    ranks = _sentences(
+        [use for use in matter if use.operation.startswith(_OF_RANKS)],
+        "read values that other ranks give, and got what these would be if every rank had this rank's data: on real "
+        "GPUs the program may branch differently here",
+    )
     reads = _sentences(
-        [use for use in counts.unknown_reads if _matters(use)],
+        [use for use in matter if not use.operation.startswith(_OF_RANKS)],
         "read values that the virtual GPU does not compute, and got zeros: on a real GPU the program may branch "
         "differently here",
     )
@@ -113,11 +124,21 @@ def describe_limits() -> list[str]:
         "took its shape or its indices from values that the virtual GPU does not compute: an upper bound is used, and "
         "a real GPU may allocate less",
     )
-    return [*_kernel_warnings(gpus.gpu), *reads, *shapes]
+    return [*_kernel_warnings(gpus.gpu), *ranks, *reads, *shapes]
 
 
 def _matters(use: "Use") -> bool:
-    return not _of_this_package(use) and decides(use.frames)
+    if use.operation.endswith(OBJECTS):  # whose frames of this package stand for torch's own
+        return decides(tuple(dropwhile(lambda frame: f"{frame.file}:{frame.line}" != use.line, use.frames)))
+    if use.operation.startswith(_OF_RANKS) and use.operation.removeprefix(_OF_RANKS) not in _VALUES:
+        return True  # a shape
+    return not (_of_this_package(use) or _checks_ranks(use)) and decides(use.frames)
+
+
+def _checks_ranks(use: "Use") -> bool:
+    """Returns whether torch has asked whether the ranks agree, as DDP does of its parameters: here they do."""
+    checks = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py")
+    return use.operation.startswith(_OF_RANKS) and bool(use.frames) and use.frames[0].file.endswith(checks)
 
 
 def _of_this_package(use: "Use") -> bool:
@@ -130,7 +151,8 @@ def _sentences(uses: "list[Use]", predicate: str) -> list[str]:
     sentences = []
     for use in uses[:_MAX_WARNINGS]:
         times = f", {use.count} times," if use.count > 1 else ""
-        sentences.append(f"{use.operation} {f'at {use.line}' if use.line else 'in backward'}{times} {predicate}")
+        operation = use.operation.removeprefix(_OF_RANKS)
+        sentences.append(f"{operation} {f'at {use.line}' if use.line else 'in backward'}{times} {predicate}")
     if rest := uses[_MAX_WARNINGS:]:
         sentences.append(f"{sum(use.count for use in rest)} more operations of {len(rest)} lines {predicate}")
     return sentences

@@ -30,10 +30,10 @@ def outside():  # of what torch reserves: the context
 """
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, kind: str = "h200", **environment: str) -> subprocess.CompletedProcess[str]:
     """A program that starts with `START`, and that has ended well."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(START) + textwrap.dedent(code)],
+        [sys.executable, "-c", START.replace("h200", kind) + textwrap.dedent(code)],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -295,6 +295,59 @@ def test_errors_are_named_as_the_real_runtime_names_them() -> None:
     assert done.stderr.count("opacus-memprof: the virtual GPU has no") == 2
     assert "has no cuNoSuchThing, which" in done.stderr
     assert "links CUDA's runtime statically" in done.stderr
+
+
+def test_queries_that_libraries_make_are_answered() -> None:
+    """Of NVML, as pynvml and nvitop ask it, and of the driver, as cuda-bindings does when it is imported."""
+    done = run("""
+    import importlib.util, os
+    torch.ones(4, device="cuda")
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    class Memory(ctypes.Structure):
+        sizes = "total reserved free used".split()
+        _fields_ = [("version", ctypes.c_uint), *zip(sizes, [ctypes.c_ulonglong] * 4)]
+    class Process(ctypes.Structure):
+        _fields_ = [("id", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("instances", ctypes.c_uint * 2)]
+    assert nvml.nvmlInit_v2() == 0
+    device, memory, count, text = ctypes.c_void_p(), Memory(), ctypes.c_uint(), ctypes.create_string_buffer(96)
+    assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+    assert nvml.nvmlDeviceGetMemoryInfo_v2(device, ctypes.byref(memory)) == 0
+    free, total = torch.cuda.mem_get_info()
+    assert (memory.free, memory.total, memory.used) == (free, total, total - free)
+    ask = nvml.nvmlDeviceGetComputeRunningProcesses_v3
+    assert ask(device, ctypes.byref(count), None) == 7 and count.value == 1, "too small: it tells how many there are"
+    process = Process()
+    assert ask(device, ctypes.byref(count), ctypes.byref(process)) == 0
+    assert (process.id, process.used) == (os.getpid(), total - free)
+    other, others = ctypes.c_void_p(), ctypes.c_uint()
+    nvml.nvmlDeviceGetHandleByIndex_v2(1, ctypes.byref(other))
+    assert nvml.nvmlDeviceGetGraphicsRunningProcesses_v3(other, ctypes.byref(others), None) == 0 == others.value
+    for name in ("nvmlDeviceGetTemperature", "nvmlDeviceGetClockInfo"):
+        assert getattr(nvml, name)(device, 0, ctypes.byref(count)) == 0 == count.value
+    assert nvml.nvmlDeviceGetPowerUsage(device, ctypes.byref(count)) == 0 == count.value
+    assert nvml.nvmlDeviceGetFanSpeed(device, ctypes.byref(count)) == 3, "not supported"
+    assert nvml.nvmlSystemGetDriverVersion(text, 96) == 0 and float(text.value.rpartition(b".")[0]) > 500
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+        from cuda.bindings import driver
+        assert [int(value) for value in driver.cuMemGetInfo()] == [0, free, total]
+    """)
+    assert "has no" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fused"), [("t4", "bfloat16", False), ("t4", "float16", True), ("a100-40", "bfloat16", True)]
+)
+def test_attention_takes_the_kernel_that_the_kind_has(kind: str, dtype: str, fused: bool) -> None:
+    """The kernels of an older GPU take no bfloat16: then the matrices of attention are formed."""
+    run(
+        f"""
+        q = torch.empty(8, 12, 1024, 64, device="cuda", dtype=torch.{dtype}, requires_grad=True)
+        before, matrix = torch.cuda.memory_allocated(), 8 * 12 * 1024**2 * 2
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        assert (torch.cuda.max_memory_allocated() - before < matrix) == {fused}
+        """,
+        kind=kind,
+    )
 
 
 def test_without_a_start_there_is_no_gpu_and_no_crash() -> None:

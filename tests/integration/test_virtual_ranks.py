@@ -199,3 +199,24 @@ def test_ranks_that_a_program_starts_record_themselves(tmp_path: Path, device: l
         for row in summary["ranks"]:
             assert row["peak"]["categories"]["model_parameters"] >= 4 * 256 * 256
             assert row["steps"] == 3
+
+
+def test_decisions_by_what_other_ranks_give_are_said(tmp_path: Path) -> None:
+    """With operation and line; not so what a rank gives itself, prints, or what DDP does with it."""
+    script = SCRIPTS / "virtual_rank_reads.py"
+    expected = {number for number, line in enumerate(script.read_text().splitlines(), 1) if "# decides" in line}
+    found: dict[str, set[int]] = {}
+    for ranks in ("8", "1"):
+        python(*RUN, "--virtual-ranks", ranks, "--rank", "0", "-o", tmp_path / ranks, script, "simulated")
+        (file,) = (tmp_path / ranks).rglob("profile.json")
+        warnings = [each for each in json.loads(file.read_text())["warnings"] if "other ranks" in each]
+        found[ranks] = {int(each.partition(f"{script}:")[2].split()[0]) for each in warnings}
+    assert found == {"8": expected, "1": set()}
+
+
+def test_objects_of_processes_are_gathered(tmp_path: Path) -> None:
+    """The script compares them."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = python(*launcher, *RUN, "-o", tmp_path / "out", SCRIPTS / "virtual_rank_reads.py")
+    assert "copies" not in done.stdout
+    assert "2 ranks, finished" in done.stdout

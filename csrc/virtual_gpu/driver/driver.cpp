@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <regex>
 #include <string>
 
@@ -90,8 +91,7 @@ void* driver_symbol(const char* name) {
     return found;
   }
   // Graphics are asked for by every copy of the runtime, which does without.
-  static const std::regex optional(
-      R"(|cu(Graphics)?(GL|EGL|VDPAU|D3D\d*)\w*|cuGraphicsResourceGetMappedEglFrame)");
+  static const std::regex optional(R"(|cu(Graphics)?GL\w*|cu\w*(EGL|Egl|VDPAU|D3D)\w*)");
   if (!std::regex_match(name, optional)) {
     unknown_symbol(name);
   }
@@ -295,8 +295,13 @@ CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunctio
 
 // --- symbols ---
 
-CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int /*version*/,
+CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int version,
                                   cuuint64_t /*flags*/, CUdriverProcAddressQueryResult* status) {
+  // A driver of this version lacks what came later, which needs no sentence.
+  std::optional<virtual_gpu::Asking> later;
+  if (version > machine().driver_version) {
+    later.emplace();
+  }
   *function = virtual_gpu::driver_symbol(symbol);
   if (status != nullptr) {
     *status =

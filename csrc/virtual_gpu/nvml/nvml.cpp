@@ -4,6 +4,7 @@
 //
 // Declared here: torch's wheels do not bring NVML's header.
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -14,13 +15,37 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotSupported = 3;
 constexpr int kNotFound = 6;
+constexpr int kTooSmall = 7;
 
 struct Memory {
   unsigned long long total, free, used;
 };
 
+struct Memory2 {
+  unsigned version;
+  unsigned long long total, reserved, free, used;
+};
+
+struct Process {
+  unsigned id;
+  unsigned long long used;
+  unsigned gpu_instance, compute_instance;
+};
+
+struct Pci {
+  char old_id[16];
+  unsigned domain, bus, device, device_id, subsystem_id;
+  char id[32];
+};
+
 // A device's handle is its number, and not 0.
 int number(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
+
+cudaDeviceProp properties_of(void* device) {
+  cudaDeviceProp properties;
+  cudaGetDeviceProperties(&properties, number(device));
+  return properties;
+}
 
 int devices() {
   int count = 0;
@@ -63,9 +88,31 @@ int nvmlDeviceGetUUID(void* device, char* uuid, unsigned length) {
 }
 
 int nvmlDeviceGetName(void* device, char* name, unsigned length) {
-  cudaDeviceProp properties;
-  cudaGetDeviceProperties(&properties, number(device));
-  std::snprintf(name, length, "%s", properties.name);
+  std::snprintf(name, length, "%s", properties_of(device).name);
+  return kSuccess;
+}
+
+int nvmlDeviceGetIndex(void* device, unsigned* index) {
+  *index = static_cast<unsigned>(number(device));
+  return kSuccess;
+}
+
+int nvmlDeviceGetMinorNumber(void* device, unsigned* index) {
+  return nvmlDeviceGetIndex(device, index);
+}
+
+int nvmlDeviceGetCudaComputeCapability(void* device, int* major, int* minor) {
+  const cudaDeviceProp properties = properties_of(device);
+  *major = properties.major;
+  *minor = properties.minor;
+  return kSuccess;
+}
+
+int nvmlDeviceGetPciInfo_v3(void* device, Pci* pci) {
+  *pci = {};
+  pci->bus = static_cast<unsigned>(number(device)) + 1;
+  std::snprintf(pci->old_id, sizeof pci->old_id, "0000:%02X:00.0", pci->bus);
+  std::snprintf(pci->id, sizeof pci->id, "00000000:%02X:00.0", pci->bus);
   return kSuccess;
 }
 
@@ -81,13 +128,41 @@ int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
   return kSuccess;
 }
 
-int nvmlDeviceGetComputeRunningProcesses_v3(void* /*device*/, unsigned* count, void* /*infos*/) {
+int nvmlDeviceGetMemoryInfo_v2(void* device, Memory2* memory) {
+  Memory found;
+  nvmlDeviceGetMemoryInfo(device, &found);
+  *memory = {memory->version, found.total, 0, found.free, found.used};
+  return kSuccess;
+}
+
+// Of the processes on the GPU only this one is seen.
+int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, Process* processes) {
+  const unsigned room = *count;
+  Memory memory;
+  nvmlDeviceGetMemoryInfo(device, &memory);
+  *count = memory.used > 0 ? 1 : 0;
+  if (room < *count) {
+    return kTooSmall;
+  }
+  if (*count > 0) {
+    constexpr unsigned kNoInstance = ~0U;
+    processes[0] = {static_cast<unsigned>(getpid()), memory.used, kNoInstance, kNoInstance};
+  }
+  return kSuccess;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v2(void* device, unsigned* count, Process* processes) {
+  return nvmlDeviceGetComputeRunningProcesses_v3(device, count, processes);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void* /*device*/, unsigned* count, void* /*infos*/) {
   *count = 0;
   return kSuccess;
 }
 
-int nvmlDeviceGetComputeRunningProcesses(void* device, unsigned* count, void* infos) {
-  return nvmlDeviceGetComputeRunningProcesses_v3(device, count, infos);
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(void* /*device*/, unsigned* count, void* /*infos*/) {
+  *count = 0;
+  return kSuccess;
 }
 
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
@@ -103,9 +178,45 @@ int nvmlSystemGetCudaDriverVersion_v2(int* version) {
   return kSuccess;
 }
 
-// It computes nothing: it is never busy.
+int nvmlSystemGetCudaDriverVersion(int* version) {
+  return nvmlSystemGetCudaDriverVersion_v2(version);
+}
+
+// That of CUDA 13.2, which the virtual driver is one of.
+int nvmlSystemGetDriverVersion(char* version, unsigned length) {
+  std::snprintf(version, length, "595.45.04");
+  return kSuccess;
+}
+
+int nvmlSystemGetNVMLVersion(char* version, unsigned length) {
+  std::snprintf(version, length, "13.595.45.04");
+  return kSuccess;
+}
+
+// It computes nothing: it is never busy, takes no power and does not get warm.
 int nvmlDeviceGetUtilizationRates(void* /*device*/, unsigned* percent) {
   percent[0] = percent[1] = 0;  // of the time, and of the memory's bandwidth
+  return kSuccess;
+}
+
+int nvmlDeviceGetTemperature(void* /*device*/, int /*sensor*/, unsigned* degrees) {
+  *degrees = 0;
+  return kSuccess;
+}
+
+// The structure's version, the sensor, and the degrees.
+int nvmlDeviceGetTemperatureV(void* /*device*/, int* temperature) {
+  temperature[2] = 0;
+  return kSuccess;
+}
+
+int nvmlDeviceGetPowerUsage(void* /*device*/, unsigned* milliwatts) {
+  *milliwatts = 0;
+  return kSuccess;
+}
+
+int nvmlDeviceGetClockInfo(void* /*device*/, int /*clock*/, unsigned* megahertz) {
+  *megahertz = 0;
   return kSuccess;
 }
 
@@ -121,12 +232,74 @@ int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, void* info) {
   return kSuccess;
 }
 
-// What a virtual GPU does not have. torch refuses to start where the first two are missing.
-int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
-int nvmlDeviceGetTemperature(void*, int, unsigned*) { return kNotSupported; }
-int nvmlDeviceGetPowerUsage(void*, unsigned*) { return kNotSupported; }
-int nvmlDeviceGetClockInfo(void*, int, unsigned*) { return kNotSupported; }
+// What a virtual GPU does not have. torch refuses to start where it finds no function for NVLink,
+// and programs that show GPUs complain of a driver that lacks one of the others.
+#define REFUSED(name) \
+  int name() { return kNotSupported; }
+REFUSED(nvmlDeviceGetAccountingMode)
+REFUSED(nvmlDeviceGetArchitecture)
+REFUSED(nvmlDeviceGetAttributes_v2)
+REFUSED(nvmlDeviceGetBAR1MemoryInfo)
+REFUSED(nvmlDeviceGetBoardId)
+REFUSED(nvmlDeviceGetBrand)
+REFUSED(nvmlDeviceGetComputeInstanceId)
+REFUSED(nvmlDeviceGetComputeMode)
+REFUSED(nvmlDeviceGetConfComputeMemSizeInfo)
+REFUSED(nvmlDeviceGetCpuAffinity)
+REFUSED(nvmlDeviceGetCpuAffinityWithinScope)
+REFUSED(nvmlDeviceGetCurrPcieLinkGeneration)
+REFUSED(nvmlDeviceGetCurrPcieLinkWidth)
+REFUSED(nvmlDeviceGetCurrentClocksEventReasons)
+REFUSED(nvmlDeviceGetCurrentClocksThrottleReasons)
+REFUSED(nvmlDeviceGetDecoderUtilization)
+REFUSED(nvmlDeviceGetDeviceHandleFromMigDeviceHandle)
+REFUSED(nvmlDeviceGetDisplayActive)
+REFUSED(nvmlDeviceGetDisplayMode)
+REFUSED(nvmlDeviceGetDriverModel)
+REFUSED(nvmlDeviceGetDriverModel_v2)
+REFUSED(nvmlDeviceGetEccMode)
+REFUSED(nvmlDeviceGetEncoderUtilization)
+REFUSED(nvmlDeviceGetEnforcedPowerLimit)
+REFUSED(nvmlDeviceGetFanSpeed)
+REFUSED(nvmlDeviceGetFieldValues)
+REFUSED(nvmlDeviceGetGpuInstanceId)
+REFUSED(nvmlDeviceGetMaxClockInfo)
+REFUSED(nvmlDeviceGetMaxMigDeviceCount)
+REFUSED(nvmlDeviceGetMaxPcieLinkGeneration)
+REFUSED(nvmlDeviceGetMaxPcieLinkWidth)
+REFUSED(nvmlDeviceGetMemoryAffinity)
+REFUSED(nvmlDeviceGetMemoryBusWidth)
+REFUSED(nvmlDeviceGetMemoryErrorCounter)
+REFUSED(nvmlDeviceGetMigDeviceHandleByIndex)
+REFUSED(nvmlDeviceGetMigMode)
+REFUSED(nvmlDeviceGetModuleId)
+REFUSED(nvmlDeviceGetNumGpuCores)
+REFUSED(nvmlDeviceGetNumaNodeId)
+REFUSED(nvmlDeviceGetNvLinkCapability)
+REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType)
+REFUSED(nvmlDeviceGetNvLinkRemotePciInfo)
+REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+REFUSED(nvmlDeviceGetNvLinkState)
+REFUSED(nvmlDeviceGetNvLinkVersion)
+REFUSED(nvmlDeviceGetPcieThroughput)
+REFUSED(nvmlDeviceGetPerformanceState)
+REFUSED(nvmlDeviceGetPersistenceMode)
+REFUSED(nvmlDeviceGetPowerManagementDefaultLimit)
+REFUSED(nvmlDeviceGetPowerManagementLimit)
+REFUSED(nvmlDeviceGetPowerUsageV)
+REFUSED(nvmlDeviceGetProcessUtilization)
+REFUSED(nvmlDeviceGetRetiredPages)
+REFUSED(nvmlDeviceGetRunningProcessDetailList)
+REFUSED(nvmlDeviceGetSerial)
+REFUSED(nvmlDeviceGetTemperatureThreshold)
+REFUSED(nvmlDeviceGetThermalSettings)
+REFUSED(nvmlDeviceGetTopologyCommonAncestor)
+REFUSED(nvmlDeviceGetTotalEccErrors)
+REFUSED(nvmlDeviceGetTotalEnergyConsumption)
+REFUSED(nvmlDeviceGetVbiosVersion)
+REFUSED(nvmlDeviceGetVirtualizationMode)
+REFUSED(nvmlDeviceIsMigDeviceHandle)
+#undef REFUSED
 
 const char* nvmlErrorString(int result) {
   switch (result) {
@@ -136,6 +309,8 @@ const char* nvmlErrorString(int result) {
       return "Not Supported";
     case kNotFound:
       return "Not Found";
+    case kTooSmall:
+      return "Insufficient Size";
     default:
       return "Unknown Error";
   }
