@@ -170,6 +170,37 @@ def test_modules_open_by_mouse(open_page: Open, trained: tuple[Path, dict[str, A
     assert report.texts(".breadcrumb li") == [f"all modules {format_bytes(tree[''])}"]
 
 
+def test_lines_open_below_their_callers(open_page: Open, tmp_path: Path) -> None:
+    """What has no known line is beside them, so that the sum is the peak."""
+    file = EventFile()
+    file.add("alloc", 0x1000, 9000, "activations", module="a")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    (device,) = profile.devices.values()
+    device.peak.lines = {
+        "net.py:3 in forward < train.py:9": {"activations": 5000},
+        "net.py:4 in forward < train.py:9": {"activations": 2000},
+        "train.py:7": {"activations": 1500},
+    }
+    write_html(view_profile(profile, tmp_path), tmp_path / "report.html")
+    report = open_page(tmp_path / "report.html")
+    lines = report.page.locator("#lines")
+    cells = lines.locator(".cell").evaluate_all("all => all.map((one) => [one.ariaLabel, Number(one.dataset.bytes)])")
+    assert {label.split(",")[0]: size for label, size in cells} == {
+        "all lines": 9000,
+        "train.py:9": 7000,
+        "train.py:9 → net.py:3 in forward": 5000,
+        "train.py:9 → net.py:4 in forward": 2000,
+        "train.py:7": 1500,
+        "all lines (no known line)": 500,
+    }
+    lines.locator('.cell[data-module="train.py:9"]').click()
+    assert {row[0]: int(row[1]) for row in report.rows("Lines inside train.py:9")} == {
+        "net.py:3 in forward": 5000,
+        "net.py:4 in forward": 2000,
+    }
+    assert "line=train.py" in report.page.url
+
+
 def test_modules_open_by_keyboard(open_page: Open, trained: tuple[Path, dict[str, Any]]) -> None:
     report = open_page(trained[0])
     keys = report.page.keyboard

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is shown, as a part of the page's address: whoever is sent the address sees the same.
 
-/** {run, device, unit, from, to, module, find, part, card} as text, without what is as at the beginning. */
+/** {run, device, unit, from, to, module, find, line, find_line, part, card} as text, without what is as at the beginning. */
 function readAddress() {
   return Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The modules at the peak as an icicle: below each module those inside it, as wide as their bytes.
+// The modules at the peak as an icicle: below each module those inside it, as wide as their bytes. The lines of the
+// program in the same way: below each line the lines that it called.
 
 const ICICLE_LEVELS = 6;
 const ICICLE_ROW = 34; // pixels, as in report.css
@@ -9,40 +10,52 @@ const ROOMY = 60; // pixels, from which a label keeps its distance from the edge
 function modulesCard({ device }) {
   const { peak } = device;
   if (!Object.keys(peak.modules).some((name) => name)) return null;
-  return new ModuleView(moduleTree(peak.modules), peak.requested_bytes).card;
+  return new ModuleView(moduleTree(peak.modules), peak.requested_bytes, "module").card;
+}
+
+function linesCard({ device }) {
+  const { peak } = device;
+  if (!Object.keys(peak.lines ?? {}).length) return null;
+  return new ModuleView(lineTree(peak.lines, peak.categories), peak.requested_bytes, "line").card;
 }
 
 class ModuleView {
-  constructor(root, whole) {
+  /** `noun` is what the nodes are: "module" or "line". */
+  constructor(root, whole, noun) {
     this.whole = whole;
-    this.breadcrumb = element("nav", { class: "breadcrumb", "aria-label": "Module path" });
-    this.tree = element("div", { class: "icicle", role: "tree", "aria-label": "Modules by bytes at the peak" });
+    this.noun = noun;
+    this.nouns = noun === "module" ? "Modules" : "Lines";
+    this.find = noun === "module" ? "find" : "find_line";
+    this.breadcrumb = element("nav", { class: "breadcrumb", "aria-label": `${words(noun)} path` });
+    this.tree = element("div", { class: "icicle", role: "tree", "aria-label": `${this.nouns} by bytes at the peak` });
     this.list = element("div");
-    this.search = element("input", { type: "search", placeholder: "Search modules", "aria-label": "Search modules" });
+    const searched = `Search ${this.nouns.toLowerCase()}`;
+    this.search = element("input", { type: "search", placeholder: searched, "aria-label": searched });
     this.search.addEventListener("input", () => {
-      writeAddress({ find: this.search.value });
+      writeAddress({ [this.find]: this.search.value });
       this.showList();
     });
     this.live = element("p", { class: "visually-hidden", "aria-live": "polite" });
     const help =
-      "Click a module, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.";
+      `Click a ${noun}, or press Enter on it, to look inside. Keys: ← → siblings, ↓ inside, ↑ outside, Esc back.`;
     this.tree.addEventListener("keydown", (event) => this.key(event));
     this.card = card(
-      "modules",
-      "Modules at the peak",
+      this.nouns.toLowerCase(),
+      `${this.nouns} at the peak`,
       [this.breadcrumb, this.tree, element("p", { class: "hint" }, help), this.search, this.list, this.live],
     );
     new ResizeObserver(() => this.resized()).observe(this.tree);
     this.nodes = [...inTree(root)];
-    const { module, find } = readAddress();
-    this.search.value = find ?? "";
-    this.show(this.nodes.find(({ name, itself, children }) => name === module && !itself && children.length) ?? root);
+    const address = readAddress();
+    this.search.value = address[this.find] ?? "";
+    const shown = this.nodes.find((node) => node.name === address[noun] && !node.itself && node.children.length);
+    this.show(shown ?? root);
   }
 
   /** Makes a module the widest; what is inside it fills the rows below. */
   open(node, { focus = false } = {}) {
     this.search.value = "";
-    writeAddress({ module: node.name, find: null });
+    writeAddress({ [this.noun]: node.name, [this.find]: null });
     this.show(node);
     if (focus) this.focusOn(node);
     this.live.textContent = `${moduleLabel(node)}, ${formatBytes(node.total)}`;
@@ -64,8 +77,8 @@ class ModuleView {
       return;
     }
     const found = this.nodes.filter(({ name, itself }) => !itself && name.toLowerCase().includes(text));
-    const none = element("p", { class: "muted" }, "No module has a name with this text.");
-    this.list.replaceChildren(found.length ? this.moduleTable(`Modules with ${text}`, found, ({ name }) => name) : none);
+    const none = element("p", { class: "muted" }, `No ${this.noun} has a name with this text.`);
+    this.list.replaceChildren(found.length ? this.moduleTable(`${this.nouns} with ${text}`, found, ({ name }) => name) : none);
   }
 
   resized() {
@@ -175,7 +188,7 @@ class ModuleView {
   childrenTable() {
     const { node } = this;
     const rows = node.children.length ? folded(node.children) : [node];
-    return this.moduleTable(`Modules inside ${moduleLabel(node)}`, rows, ({ label }) => label);
+    return this.moduleTable(`${this.nouns} inside ${moduleLabel(node)}`, rows, ({ label }) => label);
   }
 
   /** A table of modules. A row of several, which repeat, is replaced by them when it is opened. */
@@ -191,7 +204,7 @@ class ModuleView {
         : labelOf(row);
     const each = (row) => bytes(row.together ? Math.max(...row.together.map(({ total }) => total)) : row.total);
     const columns = [
-      { title: "module", as: "name", value: (row) => labelOf(row), cell: name },
+      { title: this.noun, as: "name", value: (row) => labelOf(row), cell: name },
       { title: "bytes", number: true, value: (row) => row.total, cell: (row) => bytes(row.total) },
       { title: "share", number: true, cell: (row) => formatShare(row.total, this.whole) },
       { title: "by category", as: "wide", cell: (row) => stackedBar(row.sizes, largest) },
@@ -235,6 +248,6 @@ function largestLines(sizes) {
 }
 
 function moduleLabel(node) {
-  if (node.itself) return `${node.name || "all modules"} ${node.label}`;
+  if (node.itself) return `${node.name || node.parent.label} ${node.label}`;
   return node.name || node.label;
 }

@@ -11,6 +11,7 @@ const CARDS = [
   breakdown,
   findingsCard,
   modulesCard,
+  linesCard,
   groupsCard,
   taxCard,
   phasesCard,
@@ -27,7 +28,8 @@ const choices = {
 };
 
 function choose(change, focus) {
-  writeAddress({ unit: null, from: null, to: null, module: null, find: null, part: null, card: null, ...change });
+  const anew = { unit: null, from: null, to: null, module: null, find: null, line: null, find_line: null };
+  writeAddress({ ...anew, part: null, card: null, ...change });
   show(focus);
 }
 
