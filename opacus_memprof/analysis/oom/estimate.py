@@ -25,7 +25,7 @@ _WORKSPACE = 32 * 2**20
 
 
 def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, leftovers: Leftovers) -> Step | None:
-    """The run's own step, without leftovers. None if the model or its batch size is unknown."""
+    """Returns the run's own step, without leftovers. None if the model or its batch size is unknown."""
     samples = shapes.batch_size_in(failure.step)
     if not shapes.modules or not samples:
         return None
@@ -90,20 +90,23 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
 
 
 def keeps_gradients(shapes: TrainingShapes) -> bool:
-    """Whether p.grad outlives zero_grad. If no zero_grad was seen: Opacus' optimizers keep it, torch's do not."""
+    """Returns whether p.grad outlives zero_grad.
+
+    If no zero_grad was seen, the defaults count: Opacus' optimizers keep it, torch's do not.
+    """
     if shapes.keeps_gradients is not None:
         return shapes.keeps_gradients
     return shapes.mode not in ("", "flash_clip")
 
 
 def _is_resident(category: str) -> bool:
-    """Whether blocks of a category live through all steps. The program's own categories are taken to."""
+    """Returns whether blocks of a category live through all steps. The program's own categories are assumed to."""
     transient = {"gradients", "optimizer_states", "summed_gradients", "noise", "optimizer_temporaries", "pending_free"}
     return category in RESIDENT or category not in PER_SAMPLE | transient
 
 
 def _with_samples(forward: CaptureShape, samples: int) -> CaptureShape:
-    """The same forward with another number of samples."""
+    """Returns the same forward with another number of samples."""
     if forward.samples == samples or not forward.samples:
         return forward
     return replace(
@@ -123,7 +126,7 @@ def _layers(
     *,
     reached: str | None,
 ) -> list[Layer]:
-    """The layers in forward order, with their activations.
+    """Returns the layers in forward order, with their activations.
 
     Args:
         shapes: of the model.
@@ -183,14 +186,14 @@ def _layers(
 
 
 def _has_seen_whole_unit(shapes: TrainingShapes, seen: Mapping[str, CaptureShape]) -> bool:
-    """Whether the forward of a repeated unit has been seen as a whole, or nothing repeats."""
+    """Returns whether the forward of a repeated unit has been seen as a whole, or nothing repeats."""
     units = repeated_units(shapes.modules)
     unseen = {unit_prefix(name) for name in shapes.modules if name not in seen}
     return not units or any(prefix not in unseen for prefix in units)
 
 
 def _is_square(block: int, forward: CaptureShape) -> bool:
-    """Whether a block can be the attention weights of a layer's heads, tokens by tokens."""
+    """Returns whether a block can be the attention weights of a layer's heads, tokens by tokens."""
     square = forward.samples * forward.tokens**2 * forward.element_bytes
     return forward.tokens > 1 and block > 0 and block % square == 0
 

@@ -269,7 +269,7 @@ class Leftovers:
         return sorted({group.step for group in self.block_groups})
 
     def from_before(self, step: int) -> dict[str, int]:
-        """The leftovers of steps before `step`, by category."""
+        """Returns the leftovers of steps before `step`, by category."""
         if self.are_captures:
             return {}
         return _by_category(tuple(group for group in self.block_groups if group.step < step))

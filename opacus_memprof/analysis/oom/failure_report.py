@@ -100,7 +100,7 @@ def build_report(
 
 
 def _costliest(step: Step) -> list[Layer]:
-    """The layers for which privacy takes the most, in any mode."""
+    """Returns the layers for which privacy needs the most memory, in any mode."""
     n = step.samples
     return sorted(step.layers, key=lambda layer: -max(layer.per_sample_gradients(n), layer.ghost_norms(n)))[:_TOP]
 

@@ -16,7 +16,7 @@ WORKSPACE_BYTES = int(cost.DEFAULT_WORKSPACE_MB * 2**20)
 
 @dataclass(frozen=True)
 class FlashClip:
-    """What flash_clip needs for a layer.
+    """The memory that flash_clip needs for a layer.
 
     Attributes:
         layer: the layer.
@@ -27,7 +27,7 @@ class FlashClip:
     in_registers: bool
 
     def kept_bytes(self, n: int) -> int:
-        """The bytes that are kept from the layer's backward until its clipped sum is formed."""
+        """Returns the bytes that are kept from the layer's backward until its clipped sum is formed."""
         return self._pair_bytes(n) + self.new_bytes(n)
 
     def kept_calls(self, n: int) -> int:
@@ -111,7 +111,7 @@ class FlashClip:
         return unfolded + max(copies, gram)
 
     def forms_gradients(self, n: int) -> bool:
-        """Whether matrix products form the weight's per-sample gradients."""
+        """Returns whether matrix products form the weight's per-sample gradients."""
         if self.layer.repeated_forward:
             return True
         return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
@@ -130,7 +130,7 @@ class FlashClip:
         return samples * pair + (self.norm_temporaries(samples) if pair else 0)
 
     def _normalized(self, n: int) -> int:
-        """The temporaries of a norm's gradients: one normalized input of as many samples as fit."""
+        """Returns the temporaries of a norm's gradients: one normalized input of as many samples as fit."""
         forward, kind = self.layer.forward, self.layer.module.kind
         sample = self.layer.scale(forward.output_bytes, 1)
         numbers = sample // forward.element_bytes
@@ -142,7 +142,7 @@ class FlashClip:
         return samples * sample if samples else WORKSPACE_BYTES * sample // unit
 
     def _embedding_norms(self, n: int) -> int:
-        """The temporaries of an embedding's norms: sorted indices, and sums over equal indices."""
+        """Returns the temporaries of an embedding's norms: sorted indices, and sums over equal indices."""
         forward = self.layer.forward
         tokens, itemsize = forward.tokens, forward.element_bytes
         width = self.layer.scale(forward.output_bytes, 1) // (tokens * itemsize)
@@ -154,7 +154,7 @@ class FlashClip:
         return min(n * sample, workspace)
 
     def sum_temporaries(self, n: int) -> int:
-        """The temporaries of forming the clipped sum, without what is kept and without the sum itself."""
+        """Returns the temporaries of forming the clipped sum, without what is kept and without the sum itself."""
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not self.keeps_pair(n):
             return 0
@@ -185,7 +185,7 @@ class FlashClip:
         return unfolded + max(input_copies, folded * (scaled + copies) + part) + second
 
     def keeps_pair(self, n: int) -> bool:
-        """Whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
+        """Returns whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
         module, calls = self.layer.module, self.layer.forward.calls
         if calls > 1 and module.rows and module.kind != "Embedding":
             return calls <= self._calls_until_formed()

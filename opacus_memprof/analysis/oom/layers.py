@@ -16,7 +16,7 @@ NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d"
 
 
 def reduction_workspace(outputs: int, rows: int, multiprocessors: int) -> int:
-    """The workspace of torch's sum over `rows` rows on a GPU: partial sums of all thread blocks.
+    """Returns the workspace of torch's sum over `rows` rows on a GPU: partial sums of all thread blocks.
 
     Source: ATen/native/cuda/Reduce.cuh, which launches four outputs per thread, 128 threads per block, 2048 threads per
     multiprocessor and 16 to 256 values per thread.
@@ -71,16 +71,19 @@ class Layer:
         return max(self.module.bytes, accumulated_itemsize(0) * self.elements)
 
     def input_before(self, n: int) -> int:
-        """The bytes of the layer's input, if an operation before has made it: free after the layer's backward."""
+        """Returns the bytes of the layer's input, if a preceding operation has made it.
+
+        They are free after the layer's backward.
+        """
         size = self.forward.input_bytes
         return self.scale(size, n) if not self.forward.from_leaf and self.saved_before >= size else 0
 
     def scale(self, size: int, n: int) -> int:
-        """The bytes for n samples of what takes `size` bytes for the forward's samples."""
+        """Returns the bytes for `n` samples of a tensor that has `size` bytes for the samples of the forward."""
         return size * n // max(self.forward.samples, 1)
 
     def per_sample_gradients(self, n: int) -> int:
-        """The bytes of per-sample gradients: s·n·w."""
+        """Returns the bytes of per-sample gradients: s·n·w."""
         return self.forward.element_bytes * n * self.elements
 
     def passed_gradients(self, n: int, mean_loss: bool) -> int:
@@ -120,7 +123,7 @@ class Layer:
         return reduction_workspace(outputs, summed, multiprocessors)
 
     def sampler(self, n: int, *, copies: bool = True, workspace: int = 0) -> int:
-        """The peak of Opacus' grad sampler, including its result.
+        """Returns the peak of Opacus' grad sampler, including its result.
 
         That is 2·s·n·w, because the result is copied into zeros; or more if a convolution's unfolded input or the
         normalized copies of a norm are larger. The result of another use of the same weight is added to the first
@@ -162,7 +165,7 @@ class Layer:
         return forward.element_bytes * n * forward.tokens**2 * squares + workspace if forward.tokens > 1 else 0
 
     def clipping_casts(self, n: int) -> int:
-        """The bytes of per-sample gradients that clipping casts to the parameter's dtype, if that is wider."""
+        """Returns the bytes of per-sample gradients that clipping casts to the parameter's dtype, if that is wider."""
         wide = self.module.bytes // max(self.elements, 1)
         return wide * n * self.module.weight if self.forward.element_bytes < wide else 0
 

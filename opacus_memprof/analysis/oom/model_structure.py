@@ -29,13 +29,13 @@ class RepeatedUnit:
 
 
 def unit_prefix(name: str) -> str:
-    """The name up to its first number: `encoder.layers.0` of `encoder.layers.0.linear1`. Empty without one."""
+    """Returns the name up to its first number: `encoder.layers.0` of `encoder.layers.0.linear1`. Empty without one."""
     match = _NUMBER.search(name)
     return name[: match.end()] if match else ""
 
 
 def repeated_units(modules: Mapping[str, LayerShape]) -> dict[str, RepeatedUnit]:
-    """The units that equal another one, by prefix."""
+    """Returns the units that equal another one, by prefix."""
     parts: dict[str, list[tuple[str, str, int, int]]] = {}
     for name, module in modules.items():
         if prefix := unit_prefix(name):
@@ -46,7 +46,7 @@ def repeated_units(modules: Mapping[str, LayerShape]) -> dict[str, RepeatedUnit]
 
 
 def releasing_layers(modules: Iterable[str], order: Sequence[str]) -> dict[str, str]:
-    """By module, the layer whose backward releases the module's activations.
+    """Returns, for each module, the layer whose backward releases the module's activations.
 
     That is the module itself, if it is a layer. Otherwise it is one of the layers that share the longest part of its
     name: the next one by number, which uses its output, or else the last one. Modules without one are left out.
@@ -95,7 +95,7 @@ def distribute_missing(layers: Sequence[Layer], missing: int, reached: str) -> l
 def with_residual_gradients(
     layers: Sequence[Layer], largest_blocks: Mapping[str, int], units: Mapping[str, RepeatedUnit]
 ) -> list[Layer]:
-    """The layers, with the gradients of residual streams that live through their backward.
+    """Returns the layers, with the gradients of residual streams that live through their backward.
 
     A container adds its branches to its input if its own operations save a block of the size of its first layer's
     input. The gradient of its output then lives until the gradients of the branches have been added to it.
@@ -122,6 +122,6 @@ def with_residual_gradients(
 
 
 def _place_in_unit(name: str, units: Mapping[str, RepeatedUnit]) -> tuple[object, str] | None:
-    """The unit's signature, and the name inside of the unit."""
+    """Returns the unit's signature, and the name inside of the unit."""
     prefix = unit_prefix(name)
     return (units[prefix].signature, name[len(prefix) :]) if prefix in units else None

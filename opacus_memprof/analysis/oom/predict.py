@@ -51,18 +51,18 @@ class Case:
     leftovers: Leftovers
 
     def fits(self, size: int) -> bool | None:
-        """Whether a peak of `size` bytes fits; None if the capacity is unknown."""
+        """Returns whether a peak of `size` bytes fits; None if the capacity is unknown."""
         return None if self.memory.capacity is None else size <= self.memory.capacity
 
     def largest_block(self, n: int) -> int:
-        """The bytes of the largest block that grows with the batch, with n samples."""
+        """Returns the bytes of the largest block that grows with the batch, with n samples."""
         scaled = [group.largest for group in self.failure.block_groups if group.category in PER_SAMPLE]
         if self.failure.category in PER_SAMPLE:
             scaled.append(self.failure.requested)
         return max(scaled, default=0) * n // max(self.samples or 1, 1)
 
     def peak(self, n: int | None = None, *, with_leftovers: bool = True, gradients: Gradients = "kept") -> Instant:
-        """The peak of a step in the run's own mode.
+        """Returns the peak of a step in the run's own mode.
 
         Args:
             n: samples of the physical batch. Default: as many as in the failed step.
@@ -73,7 +73,7 @@ class Case:
         return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
     def peak_of(self, step: Step, n: int | None = None, *, same_forward: bool = True) -> Instant:
-        """The peak of another step, with leftovers, for n samples (default: as many as in the failed step).
+        """Returns the peak of another step, with leftovers, for n samples (default: as many as in the failed step).
 
         `same_forward`: its forward pass takes what was recorded.
         """
@@ -89,7 +89,7 @@ class Case:
         return {"left_behind": self.leftovers.bytes} if self.leftovers.bytes else {}
 
     def _forward_instants(self, step: Step, n: int | None, accumulates: bool) -> Iterator[Instant]:
-        """The recorded peaks of forward passes, which are the same in every mode."""
+        """Yields the recorded peaks of forward passes, which are the same in every mode."""
         gradients = step.trained if step.keeps_gradients else 0
         for recorded in self.history.peaks:
             if recorded.phase == "forward" and not (self.leftovers.bytes and recorded.step == self.failure.step):
@@ -101,7 +101,7 @@ class Case:
                 yield Instant("forward", "", sizes)
 
     def _scale_instant(self, recorded: RecordedInstant, n: int | None) -> dict[str, int]:
-        """The bytes of a recorded instant with n samples (default: as many as in the failed step)."""
+        """Returns the bytes of a recorded instant with n samples (default: as many as in the failed step)."""
         wanted = self.samples if n is None else n
         recorded_samples = self.shapes.batch_size_in(recorded.step) or wanted
         ratio = wanted / recorded_samples if wanted and recorded_samples else 1.0
@@ -146,7 +146,7 @@ class Case:
                 yield Instant("forward", "", {**parts, "forward_temporaries": temporaries})
 
     def _failure_instant(self, n: int | None, with_leftovers: bool, gradients: Gradients, accumulates: bool) -> Instant:
-        """The instant of the failure, including the requested bytes."""
+        """Returns the instant of the failure, including the requested bytes."""
         failure = self.failure
         ratio = 1.0 if n is None or not self.samples else n / self.samples
         sizes: dict[str, float] = {}
@@ -185,7 +185,7 @@ class Case:
     def _remaining_instants(
         self, step: Step, n: int | None, with_leftovers: bool, gradients: Gradients, accumulates: bool
     ) -> Iterator[Instant]:
-        """The instants of the failed step that come after the failure."""
+        """Yields the instants of the failed step that come after the failure."""
         failure = self.failure
         reached_phase = _PHASE_ORDER.index(failure.phase) if failure.phase in _PHASE_ORDER else -1
         order = [layer.name for layer in step.layers]
@@ -208,7 +208,10 @@ class Case:
             yield replace(instant, parts={**instant.parts, **leftovers})
 
     def _grows_with_batch(self, category: str, module: str, op: str, size: int) -> bool:
-        """Whether a block of this size grows with the batch. Not if Opacus sizes it by a stray forward's batch."""
+        """Returns whether a block of this size grows with the batch.
+
+        It does not if Opacus sizes it by a stray forward's batch.
+        """
         sized_by_stray = bool(self.leftovers.stray_samples) and op == SIZED_BY_CAPTURES
         return category in PER_SAMPLE and not sized_by_stray and not self._is_gradient(module, size)
 
@@ -229,7 +232,10 @@ def _subtract(sizes: dict[str, int], others: Mapping[str, int]) -> None:
 
 
 def _with_states(sizes: dict[str, int], states: int) -> dict[str, int]:
-    """The sizes with all optimizer states. In the step that creates them, new states count as its temporaries."""
+    """Returns the sizes with all optimizer states.
+
+    In the step that creates them, new states count as its temporaries.
+    """
     present, temporaries = sizes.get("optimizer_states", 0), sizes.get("optimizer_temporaries", 0)
     new = min(max(states - present, 0), temporaries)
     return {**sizes, "optimizer_states": max(present, states), "optimizer_temporaries": temporaries - new}

@@ -83,7 +83,7 @@ class Step:
         return self.multiprocessors > 0
 
     def with_changes(self, **changes: object) -> "Step":
-        """The step with other values of these attributes."""
+        """Returns the step with other values of these attributes."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
@@ -111,7 +111,7 @@ class Step:
         yield from self._update(n, {**base, "inputs": self._scale(self.inputs, n)})
 
     def largest_block(self, n: int) -> int:
-        """The bytes of the largest block that a step with n samples allocates, as far as it is known."""
+        """Returns the bytes of the largest block that a step with n samples allocates, as far as it is known."""
         sizes = [self._scale(max(layer.largest, layer.forward.output_bytes), n) for layer in self.layers]
         if self.mode in PER_SAMPLE_MODES:
             sizes += [layer.per_sample_gradients(n) for layer in self.layers]
@@ -126,7 +126,7 @@ class Step:
         return self._scale(sum(layer.activations for layer in self.layers), n)
 
     def _kept_gradients(self) -> int:
-        """The bytes of p.grad from the step before."""
+        """Returns the bytes of p.grad from the step before."""
         return self.trained if self.keeps_gradients and not self.drops_gradients else 0
 
     def _loss_backward(self, n: int, gradients: int) -> Instant:
@@ -202,7 +202,7 @@ class Step:
         return self._scale(min(layer.activations - layer.saved_before, layer.forward.output_bytes), n)
 
     def _product_workspace(self, layer: Layer) -> int:
-        """CuBLAS' workspace, while the matrix products of a layer's backward run."""
+        """Returns the size of cuBLAS' workspace while the matrix products of a layer's backward run."""
         multiplies = layer.module.rows or layer.repeated_forward
         return self.workspace if multiplies and layer.module.kind != "Embedding" else 0
 
@@ -233,7 +233,7 @@ class Step:
         return Instant("backward", layer.name, {**parts, "backward_temporaries": temporaries})
 
     def _layer_backward(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """A layer's backward in autograd: the gradients of its output and input, and a library's workspace."""
+        """Returns a layer's backward in autograd: the gradients of its output and input, and a library's workspace."""
         workspace = 0 if layer.forward.from_leaf else layer.layout_copies(n)
         if self.mode != "flash_clip":
             workspace = max(workspace, layer.bias_sum_workspace(n, self.multiprocessors, by_sample=False))
@@ -245,7 +245,7 @@ class Step:
         )
 
     def _bias_gradients(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
-        """The computation of a bias' per-sample gradients."""
+        """Returns the computation of a bias' per-sample gradients."""
         temporaries = layer.passed_gradients(n, self.mean_loss)
         workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
         return Instant(
@@ -351,7 +351,7 @@ class Step:
         return replace(layer, repeated_forward=max(kept, 0) + passed)
 
     def _summed(self) -> int:
-        """The bytes of all clipped sums."""
+        """Returns the bytes of all clipped sums."""
         return sum(layer.sum_bytes for layer in self.layers) if self.mode == "flash_clip" else self.trained
 
     def _kept(self, layer: Layer, clip: FlashClip, n: int) -> int:

@@ -82,7 +82,7 @@ def batch_action(n: int) -> Action:
 
 
 def batch_code(case: Case, n: int) -> str:
-    """The lines of BatchMemoryManager, with the names that the program uses."""
+    """Returns the code of a BatchMemoryManager, with the names that the program uses."""
     program = case.shapes.program
     lines = ["from opacus.utils.batch_memory_manager import BatchMemoryManager"]
     if program.computes_epsilon:  # Opacus' accountants fail, or are 0, before the first of their steps

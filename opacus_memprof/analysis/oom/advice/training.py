@@ -181,7 +181,7 @@ def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
 
 
 def fused_attention(case: Case, step: Step) -> Change | None:
-    """Attention whose weights, tokens by tokens, are computed in parts and never as a whole."""
+    """Returns the change to an attention kernel that never holds the whole matrix of attention weights."""
     weights = {layer.name: _attention_weights(layer) for layer in step.layers}
     if not (total := sum(weights.values())):
         return None
@@ -237,7 +237,7 @@ def _without_attention_weights(layer: Layer) -> Layer:
 
 
 def optimizer_states(case: Case, step: Step) -> Change | None:
-    """An optimizer without states."""
+    """Returns the change to an optimizer without states."""
     if not step.states or case.history.step_peaks:
         return None
     optimizer = case.shapes.optimizer
@@ -254,7 +254,10 @@ def optimizer_states(case: Case, step: Step) -> Change | None:
 
 
 def data_type(case: Case, step: Step) -> Change | None:
-    """Parameters and activations of 16 bits: bfloat16, or float16 where the GPU does not compute in bfloat16."""
+    """Returns the change to 16-bit parameters and activations.
+
+    The data type is bfloat16, or float16 if the GPU does not compute in bfloat16.
+    """
     if any(layer.forward.element_bytes != 4 for layer in step.layers):
         return None
     name = "bfloat16" if case.shapes.has_bfloat16 else "float16"
@@ -301,7 +304,7 @@ def _halved(layer: Layer) -> Layer:
 
 
 def _smaller(layer: Layer, squares: int = 2) -> Layer:
-    """The layer with half of its activations, and a `squares`-th of its attention weights."""
+    """Returns the layer with half of its activations and 1/`squares` of its attention weights."""
     square = layer.largest_square
     # Blocks of a square's size are taken for attention weights where they are larger than a layer's input.
     weights = layer.saved_before // square * square if square > layer.forward.input_bytes else 0
@@ -317,7 +320,10 @@ def _smaller(layer: Layer, squares: int = 2) -> Layer:
 
 
 def adapters(case: Case, step: Step) -> Change | None:
-    """LoRA adapters at Linear layers, and all else frozen: for a pretrained model."""
+    """Returns the change to LoRA adapters at Linear layers, with all other parameters frozen.
+
+    Meant for pretrained models.
+    """
     adapted = [layer for layer in step.layers if _takes_adapter(layer)]
     if not adapted or 2 * sum(layer.module.bytes for layer in adapted) < step.trained:
         return None
@@ -353,7 +359,7 @@ def _takes_adapter(layer: Layer) -> bool:
 
 
 def _with_adapter(layer: Layer) -> Layer:
-    """The layer with an adapter, or frozen. What the layer saves of its input, its adapter saves."""
+    """Returns the layer with an adapter, or frozen. The adapter saves the same tensors of its input as the layer."""
     module = layer.module
     if not _takes_adapter(layer):
         frozen = replace(
@@ -370,7 +376,7 @@ def _with_adapter(layer: Layer) -> Layer:
 
 
 def shorter_sequence(case: Case, step: Step) -> Change | None:
-    """Half of the tokens of each sample."""
+    """Returns the change to half of the tokens per sample."""
     first = step.layers[0]
     if first.module.kind != "Embedding" or first.forward.tokens < 2:
         return None
