@@ -14,6 +14,7 @@ from rich.text import Text
 
 from opacus_memprof.analysis.verdict_view import Fix, VerdictView
 from opacus_memprof.jobs.progress import ProgressBoard
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.planning.configuration import PlannedConfiguration, Range
 from opacus_memprof.planning.draws import TOLERATED, Draws
 from opacus_memprof.planning.runs import PlannedRuns
@@ -70,23 +71,38 @@ def print_draws(draws: Draws, console: Console) -> None:
     drawn = draws.largest
     _print(
         console,
-        f"\nbatches are drawn: each of {drawn.samples} samples with probability {drawn.rate:g}, {drawn.steps} times; "
-        "computed:",
+        "\n"
+        + tr(
+            "batches are drawn: each of {samples} samples with probability {rate:g}, {steps} times; computed:",
+            samples=drawn.samples,
+            rate=drawn.rate,
+            steps=drawn.steps,
+        ),
     )
     for probability, (size, requested) in draws.peaks.items():
         _print(
             console,
-            f"  no batch is above {size} with probability {probability:g}; its peak is {format_bytes(requested)}",
+            tr(
+                "  no batch is above {size} with probability {probability:g}; its peak is {peak}",
+                size=size,
+                probability=probability,
+                peak=format_bytes(requested),
+            ),
         )
     ran = ", ".join(map(str, draws.ran))
     color = "red" if draws.probability > TOLERATED else "green"
-    _print(console, f"  batches of up to {draws.fits} fit (ran: {ran})")
-    _print(console, f"  [{color}]probability of running out of memory: {draws.probability:.2g}[/]")
+    _print(console, tr("  batches of up to {size} fit (ran: {ran})", size=draws.fits, ran=ran))
+    risk = tr("probability of running out of memory: {probability:.2g}", probability=draws.probability)
+    _print(console, f"  [{color}]{risk}[/]")
     if draws.physical is not None and draws.physical_run is not None:
         _print(
             console,
-            f"  max_physical_batch_size={draws.physical} brings it below {TOLERATED:g}: tried, with "
-            f"{format_bytes(draws.physical_run.reserved or 0)} reserved",
+            tr(
+                "  max_physical_batch_size={size} brings it below {tolerated:g}: tried, with {reserved} reserved",
+                size=draws.physical,
+                tolerated=TOLERATED,
+                reserved=format_bytes(draws.physical_run.reserved or 0),
+            ),
         )
 
 
@@ -171,28 +187,28 @@ def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: C
     for name in columns_of(cells):
         table.add_column(escape(name), overflow="fold", no_wrap=name == "gpu")
     if several:
-        table.add_column("memory", justify="right", no_wrap=True)
-    for name in ("fits" if searched is None else searched.name, "peak", "reserved"):
+        table.add_column(tr("memory"), justify="right", no_wrap=True)
+    for name in (tr("fits") if searched is None else searched.name, tr("peak"), tr("reserved")):
         table.add_column(escape(name), justify="right", no_wrap=True)
     for cell in cells:
         run = cell.answer
         columns = [*columns_of([cell]).values()]
         columns += [format_bytes(memory_of(cell.configuration))] if several else []
         if run is None or (searched is not None and cell.largest is None):
-            table.add_row(*columns, "none" if cell.runs else "failed")
+            table.add_row(*columns, tr("none") if cell.runs else tr("failed"))
             continue
         sizes = [format_bytes(size or 0) for size in (run.requested, run.reserved)]
-        what = ("yes" if run.fits else "no") if searched is None else str(cell.largest)
+        what = (tr("yes") if run.fits else tr("no")) if searched is None else str(cell.largest)
         table.add_row(*columns, what, *sizes)
     console.print(table)
     if several:
         _print_smallest(cells, console)
     rooms = {cell.configuration.gpu: run.may_reserve for cell in cells if (run := cell.answer) is not None}
-    listed = ", ".join(f"{format_bytes(room or 0)} on {gpu}" for gpu, room in rooms.items())
-    console.print(f"may be reserved: {listed}\n" if rooms else "", highlight=False)
+    listed = ", ".join(tr("{size} on {gpu}", size=format_bytes(room or 0), gpu=gpu) for gpu, room in rooms.items())
+    console.print(tr("may be reserved: {listed}", listed=listed) + "\n" if rooms else "", highlight=False)
     for cell in cells:
         if cell.error:
-            _print(console, f"[yellow]{escape(cell.label)}: {escape(cell.error)}[/]")
+            _print(console, f"[yellow]{escape(cell.label)}: {escape(tr_sentence(cell.error))}[/]")
         elif searched is not None and cell.largest is not None:
             console.print(_explained(cell, searched), highlight=False)
 
@@ -200,12 +216,13 @@ def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: C
 def _print_smallest(cells: Sequence[PlannedCell], console: Console) -> None:
     """Prints the smallest GPU that fits, for each candidate."""
     for candidate, cell in smallest_gpus(cells):
-        of = f" with {candidate}" if candidate else ""
+        of = tr(" with {candidate}", candidate=candidate) if candidate else ""
         if cell is None:
-            console.print(f"none of these GPUs fits{escape(of)}", style="bold red", highlight=False)
+            console.print(tr("none of these GPUs fits{of}", of=escape(of)), style="bold red", highlight=False)
             continue
         size = format_bytes(memory_of(cell.configuration))
-        text = f"the smallest GPU that fits{escape(of)}: {cell.configuration.gpu} ({size})"
+        gpu = cell.configuration.gpu
+        text = tr("the smallest GPU that fits{of}: {gpu} ({size})", of=escape(of), gpu=gpu, size=size)
         console.print(text, style="bold", highlight=False)
 
 
@@ -222,11 +239,15 @@ def _explained(cell: PlannedCell, searched: Range) -> str:
     best, line, run = cell.largest, cell.line, cell.answer
     assert best is not None
     assert run is not None
-    fits = f"fits ({_only_just(run)})" if run.retries else "fits"
-    end = "it is the range's end" if best == searched.high else f"{best + 1} was run and does not fit"
+    fits = f"{tr('fits')} ({tr_sentence(_only_just(run))})" if run.retries else tr("fits")
+    end = (
+        tr("it is the range's end") if best == searched.high else tr("{value} was run and does not fit", value=best + 1)
+    )
     ran = ", ".join(str(value) for value in sorted(cell.runs))
-    grows = "" if line is None else f"; computed between the runs: {format_bytes(round(line.slope))} for each"
-    return f"{escape(cell.label)}: {searched.name}={best} was run and {fits}, {end} (ran: {ran}){grows}"
+    slope = "" if line is None else format_bytes(round(line.slope))
+    grows = "" if line is None else tr("; computed between the runs: {slope} for each", slope=slope)
+    said = tr("was run and {fits}, {end} (ran: {ran})", fits=fits, end=end, ran=ran)
+    return f"{escape(cell.label)}: {searched.name}={best} {said}{grows}"
 
 
 def _print(console: Console, text: str) -> None:

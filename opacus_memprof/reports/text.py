@@ -40,7 +40,7 @@ def print_report(view: ProfileView | JobView, console: Console) -> None:
     else:
         print_profile(view, console)
     for sentence in view.privacy:
-        console.print(f"\n[bold]Privacy check:[/] {escape(sentence)}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}", highlight=False)
 
 
 def print_profile(view: ProfileView, console: Console) -> None:
@@ -48,12 +48,12 @@ def print_profile(view: ProfileView, console: Console) -> None:
     escape_what_cannot_be_shown(console)
     profile = view.profile
     code = profile.exit_code
-    title = status_markup(profile) if code is None else f"{status_markup(profile)}, exit code {code}"
+    title = status_markup(profile) + ("" if code is None else tr(", exit code {code}", code=code))
     if launch := profile.launch:
-        title = f"rank {launch.rank} of {launch.world_size}, {title}"
+        title = tr("rank {rank} of {count}, ", rank=launch.rank, count=launch.world_size) + title
     _print_header(title, profile, view.virtual_mark, console)
     if not view.devices:
-        console.print("No memory was allocated on a device that was profiled.")
+        console.print(tr("No memory was allocated on a device that was profiled."))
     for name, device in view.devices.items():
         _print_device(name, device, console)
     print_findings(profile.findings, console)
@@ -70,7 +70,7 @@ def print_job(view: JobView, console: Console) -> None:
     """Prints the peaks of a job's ranks, the reasons for their differences, and the findings."""
     _print_header(f"{view.title}, {status_markup(view.summary)}", view.summary, view.virtual_mark, console)
     if not view.ranks:
-        console.print("No memory was allocated on a device that was profiled.")
+        console.print(tr("No memory was allocated on a device that was profiled."))
     else:
         _print_columns(view.ranks, ("phase", "mostly", "device", "host", _STATUS), console)
         if view.left_out:
@@ -135,7 +135,7 @@ def _print_header(title: str, profile: Profile | JobSummary, mark: str | None, c
     """Prints the first lines: the title, which is markup, the mark of virtual GPUs, and versions."""
     console.print(f"[bold]opacus-memprof[/]  {title}", highlight=False)
     if mark:
-        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
+        console.print(f"[bold magenta]{escape(tr_sentence(mark))}[/]", highlight=False)
     versions = profile.versions
     if known := [f"{name} {versions[name]}" for name in ("torch", "opacus", "cuda") if versions.get(name)]:
         console.print(escape(", ".join(known)), style="dim", highlight=False)
@@ -175,26 +175,28 @@ def bar(part: int, whole: int) -> str:
 
 
 def _print_device(name: str, view: DeviceView, console: Console) -> None:
-    peak = f"peak of [bold]{view.peak_size}[/] in {escape(view.peak_moment)}"
+    peak = tr(
+        "peak of {size} in {moment}", size=f"[bold]{view.peak_size}[/]", moment=escape(tr_sentence(view.peak_moment))
+    )
     console.print(f"\n[bold]{escape(name)}[/]: {peak}", highlight=False)
     totals = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), show_header=False)
     totals.add_column(no_wrap=True)
     totals.add_column(justify="right", no_wrap=True)
     totals.add_column(style="dim")
     for row in view.totals:
-        totals.add_row(*row)
+        totals.add_row(tr(row[0]), row[1], tr_sentence(row[2]))
     console.print(totals)
     _print_categories(view, console)
     if len(view.device.peak.components) > 1:
-        _print_parts("component", view.components, console)
+        _print_parts(tr("component"), view.components, console)
     if any(part.name for part in view.modules):
-        _print_parts("module", view.modules, console)
+        _print_parts(tr("module"), view.modules, console)
     if view.lines:
-        _print_parts("line of the program", view.lines, console)
+        _print_parts(tr("line of the program"), view.lines, console)
     print_unattributed(view.unattributed, console)
     _print_phases(view, console)
     if view.failure:
-        console.print(f"\n[red]out of memory:[/] {escape(view.failure)}", highlight=False)
+        console.print(f"\n[red]{tr('out of memory')}:[/] {escape(view.failure)}", highlight=False)
     console.print()
     for check in view.checks:
         print_check(check, console)
@@ -203,21 +205,22 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
 def _print_categories(view: DeviceView, console: Console) -> None:
     if not view.categories:
         return
-    table = table_of("at the peak", ("bytes", "share"), ("",))
+    table = table_of(tr("at the peak"), (tr("bytes"), tr("share")), ("",))
     largest = view.categories[0].bytes
     for part in view.categories:
         table.add_row(escape(part.name), part.size, part.share, bar(part.bytes, largest))
         if part.name == "activation_hooks":
             for holder, size in view.holders:
-                table.add_row(f"  {holder}", size, "", "", style="dim")
+                table.add_row(f"  {tr(holder)}", size, "", "", style="dim")
     console.print()
     console.print(table)
 
 
 def _print_parts(title: str, parts: Sequence[Part], console: Console) -> None:
-    table = table_of(title, ("bytes", "share"), ("mostly",))
+    table = table_of(title, (tr("bytes"), tr("share")), (tr("mostly"),))
     for part in parts:
-        name = escape(shorten_name(part.name)) or "(no module)"
+        name = escape(shorten_name(part.name)) or tr("(no module)")
+        name = tr_sentence(name) if part.is_rest else name
         table.add_row(name, part.size, part.share, escape(part.mostly), style="dim" if part.is_rest else None)
     console.print()
     console.print(table)
@@ -237,18 +240,19 @@ def print_unattributed(parts: Sequence[Part], console: Console) -> None:
 def _print_phases(view: DeviceView, console: Console) -> None:
     if not view.phases:
         return
-    table = table_of("phase", ("peak", "step"), ("", "mostly"))
+    table = table_of(tr("phase"), (tr("peak"), tr("step")), ("", tr("mostly")))
     whole = view.device.peak.requested_bytes
     for row in view.phases:
         table.add_row(escape(row.name), row.size, str(row.step), bar(row.bytes, whole), escape(row.mostly))
     console.print()
     console.print(table)
-    console.print(view.phases_note, style="dim", highlight=False)
+    console.print(tr_sentence(view.phases_note), style="dim", highlight=False)
 
 
 def print_check(check: Check, console: Console) -> None:
     style = _CHECK_STYLE[check.agrees]
-    console.print(f"[{style}]{escape(check.claim)}[/]{escape(check.details)}", highlight=False)
+    claim, details = escape(tr_sentence(check.claim)), escape(tr_sentence(check.details))
+    console.print(f"[{style}]{claim}[/]{details}", highlight=False)
 
 
 def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -> None:

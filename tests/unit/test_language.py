@@ -14,13 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from babel.messages import mofile, pofile
+from rich.console import Console
 from torch import nn
 
 import opacus_memprof
 from opacus_memprof import cli, language
+from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
+from opacus_memprof.reports.text import print_report
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
+from tests.unit.test_summary import private_profile
 
 PACKAGE = Path(opacus_memprof.__file__).parent
 CATALOGUE = PACKAGE / "locale" / "zh.po"
@@ -321,3 +325,13 @@ def test_a_report_in_chinese_has_no_english_sentence(tmp_path: Path) -> None:
         report = debugger.generate_memory_report()
     known = {"cpu", "cuda", "float", "memory_stats", "torch", "weight", "bias"}
     assert set(re.findall("[A-Za-z][a-z_]{2,}", report)) - known == set()
+
+
+def test_all_tables_of_a_report_in_chinese_have_no_english_sentence() -> None:
+    said = io.StringIO()
+    with in_language("zh"):
+        print_report(view_profile(private_profile()), Console(file=said, width=140))
+    text = said.getvalue()
+    assert re.findall("[A-Za-z]+ [a-z]+ [a-z]+", text) == []
+    for title in ("峰值时", "占比", "模块", "请求", "精确"):
+        assert title in text
