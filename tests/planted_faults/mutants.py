@@ -190,17 +190,17 @@ def main() -> int:
     everything = [mutant for name in names for mutant in mutants_of(name)]
     begin = time.perf_counter()
     drawn = random.Random(arguments.seed).sample(everything, min(arguments.count, len(everything)))
+    chosen = [number for number in range(len(drawn)) if arguments.only is None or number in arguments.only]
+    tests = {drawn[number].file: tests_of(drawn[number].file, arguments.files) for number in chosen}
     print(f"{len(drawn)} of {len(everything)} changes, seed {arguments.seed}\n")
     print("| | place | before | after | outcome | s |")
     print("|---|---|---|---|---|---|", flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         copy_sources(Path(folder))
-        for number, mutant in enumerate(drawn):
-            if number not in (arguments.only or range(len(drawn))):
-                continue
-            start = time.perf_counter()
-            outcomes.append(_outcome(Path(folder), mutant, tests_of(mutant.file, arguments.files)))
+        for number in chosen:
+            mutant, start = drawn[number], time.perf_counter()
+            outcomes.append(_outcome(Path(folder), mutant, tests[mutant.file]))
             print(f"| {number} {mutant.row()} {outcomes[-1]} | {time.perf_counter() - start:.0f} |", flush=True)
     print(f"\n{outcomes.count(_SURVIVED)} survived; {time.perf_counter() - begin:.0f} s")
     return int(_SURVIVED in outcomes)

@@ -14,7 +14,7 @@ from torch import nn
 
 from opacus_memprof.clipping.kernels.norm_bounds import lost_digits
 from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms
-from opacus_memprof.clipping.layers import LAYERS
+from opacus_memprof.clipping.layers import LAYERS, shared
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
@@ -227,16 +227,29 @@ def test_tied_weights_that_cancel(dtype: torch.dtype, workspace: Workspace) -> N
     d = -64 * a
     d[1:] *= 1 + (2.0**-7 if dtype in (torch.bfloat16, torch.float16) else 2.0**-12)
     d[2] = torch.randn(5, 16)  # an ordinary sample
-    shared = SharedGradient(model.embedding.weight, EmbeddingLayer("", model.embedding))
-    shared.uses = [Use(LinearLayer("", model.head), a, g), Use(EmbeddingLayer("", model.embedding), ids, d)]
+    gradient = SharedGradient(model.embedding.weight, EmbeddingLayer("", model.embedding))
+    gradient.uses = [Use(LinearLayer("", model.head), a, g), Use(EmbeddingLayer("", model.embedding), ids, d)]
     exact = torch.zeros(3, 50, 16, dtype=torch.float64)
     for n in range(3):
         exact[n] = g[n].double().mT @ a[n].double()
         for t in range(4):
             exact[n, ids[n, t]] += d[n, t].double()
-    norms = shared.squared_norms(workspace)
+    norms = gradient.squared_norms(workspace)
     assert norms[0] == 0
     assert_accurate(norms, exact.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_gradients_of_tied_weights_are_not_formed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, formed = Tied(dtype), []
+    monkeypatch.setattr(shared, "replace_lost_norms", lambda norms, lost, *_: formed.extend(lost.tolist()) or norms)
+    a, d, g = (torch.randn(3, 5, width).to(dtype) for width in (16, 16, 50))
+    gradient = SharedGradient(model.embedding.weight, EmbeddingLayer("", model.embedding))
+    embedding = Use(EmbeddingLayer("", model.embedding), torch.randint(4, 50, (3, 5)), d)
+    gradient.uses = [Use(LinearLayer("", model.head), a, g), embedding]
+    gradient.squared_norms(WORKSPACES[0])
+    assert formed == [False] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -247,11 +260,11 @@ def test_uses_of_one_layer_that_cancel(dtype: torch.dtype) -> None:
     layer = LinearLayer("", module)
     x, g = torch.randn(2, 3, 16).to(dtype), torch.randn(2, 3, 12).to(dtype)
     other = -g * (1 + 2 * max(torch.finfo(dtype).eps, 1e-10))
-    shared = SharedGradient(module.weight, layer)
-    shared.uses = [Use(layer, x, g), Use(layer, x, other)]
+    gradient = SharedGradient(module.weight, layer)
+    gradient.uses = [Use(layer, x, g), Use(layer, x, other)]
     exact = ((g.double() + other.double()).mT @ x.double()).flatten(1).square().sum(1)
     assert exact.min() > 0
-    assert_accurate(shared.squared_norms(WORKSPACES[1]), exact)
+    assert_accurate(gradient.squared_norms(WORKSPACES[1]), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
