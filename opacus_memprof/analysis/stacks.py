@@ -18,7 +18,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a stack tells of an allocation.
+    """The purpose of an allocation, inferred from its stack.
 
     Attributes:
         phase: the phase; "idle" if no frame tells it, "" if it is that of the allocations around it.
@@ -40,7 +40,7 @@ NOTHING = Purpose()
 
 
 class _Rule(NamedTuple):
-    """What a frame whose file and function match tells. Of several frames, the one with the highest weight decides."""
+    """The purpose that a frame indicates, by its file and function. The frame with the highest weight decides."""
 
     file: re.Pattern[str]
     function: re.Pattern[str]

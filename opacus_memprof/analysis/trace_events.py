@@ -217,7 +217,7 @@ class TraceEvents:
     def _settle(
         self, category: Array, phase: Array, new_step: Array, older: Array, death: Array, phases: dict[str, int]
     ) -> Array:
-        """Returns the categories, changed where only the life of a block tells what it is for."""
+        """Returns the categories, corrected for blocks whose purpose only their later life reveals."""
         settled: Array = category.copy()
         count = len(phase)
         next_step = _next(new_step)

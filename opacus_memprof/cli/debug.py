@@ -29,7 +29,7 @@ RANKS = {
 
 @dataclass(frozen=True)
 class _Request:
-    """What to debug, and where."""
+    """A model to debug, and the device."""
 
     model: str
     precision: str

@@ -211,7 +211,7 @@ def has_sums_checked(check: Check, step: int) -> bool:
 
 
 class ClipRule:
-    """How gradients are clipped.
+    """The rule by which gradients are clipped.
 
     Args:
         clipping: "flat" and "adaptive" clip the gradient of all parameters to one bound, "per_layer" clips that of each

@@ -75,7 +75,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is clipped.
+    """The chosen way to clip one layer.
 
     Attributes:
         norm: how the per-sample norms are computed.
@@ -289,7 +289,7 @@ def embedding_workspace(batch: int, tokens: int, width: int, itemsize: int, samp
 
 @dataclass(frozen=True)
 class Unfolding:
-    """How a convolution's input is unfolded: at once, or some samples, groups or channels at a time.
+    """The way in which a convolution's input is unfolded: at once, or some samples, groups or channels at a time.
 
     Attributes:
         samples, groups: sizes of the input.

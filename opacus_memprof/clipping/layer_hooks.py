@@ -272,7 +272,7 @@ class PlainLayer:
         return self._frozen is not None
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Does what `LayerHooks.after` does."""
+        """Does the same as `LayerHooks.after`."""
         frozen, self._frozen = self._frozen, None
         assert frozen is not None
         _unfreeze(frozen)

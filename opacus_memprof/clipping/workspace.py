@@ -41,7 +41,7 @@ class Workspace:
         return max(0, min(count, self.bytes // max(1, unit_bytes)))
 
     def fit_at_least_one(self, unit_bytes: int, count: int, unit: str) -> int:
-        """Does what `fit` does; raises MemprofError if not even one unit fits. `unit` is its name in the message."""
+        """Does the same as `fit`; raises MemprofError if not even one unit fits. `unit` is its name in the message."""
         units = self.fit(unit_bytes, count)
         if units == 0 and count > 0:
             raise MemprofError(

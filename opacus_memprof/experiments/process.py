@@ -79,7 +79,7 @@ def run(
 
 
 def run_to_file(output: str | os.PathLike[str], configuration: Configuration, **options: Any) -> ExperimentResult:
-    """Does what `run` does, with the result in the file `output` (NAME.json).
+    """Does the same as `run`, with the result in the file `output` (NAME.json).
 
     Other files go to the directory NAME.run next to it.
 

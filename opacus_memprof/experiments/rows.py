@@ -210,7 +210,7 @@ def size_of(row: Row, size: str) -> int:
 
 @dataclass(frozen=True)
 class Growth:
-    """How the peak grows with one size, between runs that differ in it alone: peak ~ size ** exponent.
+    """The growth of the peak with one size, between runs that differ in that size alone: peak ~ size ** exponent.
 
     Attributes:
         size: one of Cell.varied.

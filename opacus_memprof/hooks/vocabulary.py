@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks tell apart: the ids of categories and phases, as csrc/core/vocabulary.h has them, and classes of Opacus.
+"""Names that hooks distinguish: ids of categories and phases, as csrc/core/vocabulary.h has them, and Opacus' classes.
 
 Opacus is not imported: only the program imports it, or nobody does. Before that, no object is an instance of its
 classes.

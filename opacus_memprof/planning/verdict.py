@@ -180,7 +180,7 @@ def _whole(size: int) -> int:
 
 
 def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the suggestions to try: first those predicted to fit, then others."""
+    """Returns the suggestions to try: first suggestions that are predicted to fit, then others."""
     fitting = [each for each in suggestions if each["fits"] is not False]
     others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"])]
     return [*fitting, *others][:_MOST_ADVICE]

@@ -96,7 +96,7 @@ class WholeForward:
 
 @dataclass(frozen=True)
 class Program:
-    """What the program that trains calls its objects, and what it does that advice depends on.
+    """The names of objects in the training program, and its properties on which advice depends.
 
     Attributes:
         model, optimizer, loader: names of variables.

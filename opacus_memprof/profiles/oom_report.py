@@ -160,7 +160,7 @@ def needs_edit(actions: Iterable[Action]) -> bool:
 
 
 class Trial(JsonObject):
-    """What `plan` has found by running the same program with a change, on a virtual GPU with as much memory.
+    """The result of `plan` for the same program with a change, on a virtual GPU with as much memory.
 
     Attributes:
         fits: whether it finished, and memory never ran out.

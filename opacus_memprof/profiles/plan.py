@@ -74,7 +74,7 @@ class TriedAdvice(JsonObject):
 
 
 class PlanVerdict(JsonObject):
-    """Whether one configuration fits.
+    """The verdict on one configuration: whether it fits.
 
     Attributes:
         memory_bytes: memory of the GPU, as given; None for that of its kind.

@@ -103,7 +103,7 @@ class NotPrivate(JsonObject):
 
 
 class ModelCheck(JsonObject):
-    """What was proved about one model.
+    """The properties that were proved for one model.
 
     Attributes:
         model: the name of its class.

@@ -90,7 +90,7 @@ def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
 
 
 def analyze(model: nn.Module, name: str = "model") -> ModelAnalysis:
-    """Does what `analyze_model` does, without log and journal.
+    """Does the same as `analyze_model`, without log and journal.
 
     Raises:
         MemprofError: `model` is not an nn.Module.

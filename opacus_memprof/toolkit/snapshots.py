@@ -149,7 +149,7 @@ def generate_report(output_file: str | os.PathLike[str] | None = None) -> str:
 
 
 def take_snapshot(name: str | None = None) -> MemorySnapshot:
-    """Does what `memory_snapshot` does, without log and journal.
+    """Does the same as `memory_snapshot`, without log and journal.
 
     Without a name, the snapshot has no categories and is not in the profile.
     """
@@ -167,7 +167,7 @@ def take_snapshot(name: str | None = None) -> MemorySnapshot:
 
 
 def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
-    """Does what `compare_snapshots` does, without log and journal.
+    """Does the same as `compare_snapshots`, without log and journal.
 
     Raises:
         MemprofError: see `compare_snapshots`.
@@ -197,7 +197,7 @@ def difference(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDiffere
 
 
 def difference_around_call(before: MemorySnapshot, after: MemorySnapshot) -> SnapshotDifference:
-    """Does what `compare_snapshots` does, but without errors.
+    """Does the same as `compare_snapshots`, but without errors.
 
     If a call between the two has installed or removed the recording allocator, "gpu_changes" is empty, and a warning is
     logged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a value that the host has read decides anything in the program: a branch, an index or a shape.
+"""Finds out whether a value that the host has read decides anything in the program: a branch, an index or a shape.
 
 A loss that is printed, logged or kept in a list decides nothing. The source is followed from the line that reads:
 through the names that it assigns, and through `return` to the line that called. Where the source does not tell, as in

@@ -54,7 +54,7 @@ def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, wo
 def sum_outer_products(
     g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace, lost: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Does what `sum_products` does, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns].
+    """Does the same as `sum_products`, for operands [N, T, rows] and [N, T, columns]; returns [rows, columns].
 
     Returns None if one matmul is not enough: its copies do not fit into the workspace, or there is one sample, whose
     gradient is scaled instead.
@@ -172,7 +172,7 @@ def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
 
 
 def _sum_by_sample(g: torch.Tensor, a: torch.Tensor, factors: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-    """Does what `sum_products` does, from the gradients of some samples at a time.
+    """Does the same as `sum_products`, from the gradients of some samples at a time.
 
     The operands are [N, groups, rows, T] and [N, groups, T, columns].
     """
@@ -214,7 +214,7 @@ def _folded_product(left: torch.Tensor, right: torch.Tensor, **options: Any) -> 
 def _low_precision_product(
     left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor, scales_left: bool
 ) -> torch.Tensor:
-    """Does what `_scaled_product` does, in float32 from low precision.
+    """Does the same as `_scaled_product`, in float32 from low precision.
 
     On CUDA the scaled operand is the sum of two bfloat16 matrices, whose products take less time than one in float32.
     """
@@ -266,7 +266,7 @@ def add_noise(
 def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
-    """Does what `add_noise` does, with noise that is drawn first.
+    """Does the same as `add_noise`, with noise that is drawn first.
 
     Draws noise for several sums at once, as long as it needs no more memory than the largest sum.
     """

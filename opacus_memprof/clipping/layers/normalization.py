@@ -97,7 +97,7 @@ class LayerNormLayer(_LastDimensionsNorm):
         return self._keep_stacks_cpu if is_in_one_call else own
 
     def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Does what `_keep_stacks` does, for small tensors, in one call into C++."""
+        """Does the same as `_keep_stacks`, for small tensors, in one call into C++."""
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         of_weight, of_bias = layer_norm_gradients_cpu(x, g, self.module.eps)
         own = [(bias, of_bias), (weight, of_weight)]

@@ -26,7 +26,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
     unclipped_num: Any
 
     def clip_and_accumulate(self) -> None:
-        """Does what DPOptimizerFlashClip.clip_and_accumulate does; also counts the samples that are not clipped."""
+        """Does the same as DPOptimizerFlashClip.clip_and_accumulate; also counts the samples that are not clipped."""
         super().clip_and_accumulate()
         self.sample_size += self.bookkeeping.samples_in_last_step
         self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
@@ -50,7 +50,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         )
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """Does what DPOptimizerFlashClip.pre_step does; also updates the bound unless the step is skipped."""
+        """Does the same as DPOptimizerFlashClip.pre_step; also updates the bound unless the step is skipped."""
         if not super().pre_step():
             return False
         self.update_max_grad_norm()
@@ -69,7 +69,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does what DPOptimizerFlashClip.zero_grad does; also resets the count, except between physical batches."""
+        """Does the same as DPOptimizerFlashClip.zero_grad; also resets the count, except between physical batches."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self.sample_size = self.unclipped_num = 0

@@ -112,7 +112,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
                 self._assign_gradient(parameter)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Does what DPOptimizer.step does; the ranks' gradients are added up before the update."""
+        """Does the same as DPOptimizer.step; the ranks' gradients are added up before the update."""
         if closure is not None:
             with torch.enable_grad():
                 closure()

@@ -134,7 +134,7 @@ class Description:
 
 @dataclass
 class SituationRecord:
-    """What was proved in a situation.
+    """The properties that were proved in a situation.
 
     Attributes:
         description: describes the situation.

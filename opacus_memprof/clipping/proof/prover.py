@@ -178,7 +178,7 @@ class Prover:
         return False
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
-        """Does what `mixing` does, for the first samples without the others.
+        """Repeats `mixing` with a smaller batch, which has the first samples only.
 
         A sample's data may depend on the number of samples, too. Not used where random numbers would differ in a
         smaller batch.

@@ -80,7 +80,7 @@ class RowRecorder:
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does what `Bookkeeping.add` does."""
+        """Does the same as `Bookkeeping.add`."""
         found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             found[kind].append(Rows.of(tensor))
@@ -113,7 +113,7 @@ class ManyRecorder:
         self.rows.add(x)
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does what `Bookkeeping.add` does."""
+        """Does the same as `Bookkeeping.add`."""
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             self.note(layer, kind, tensor)
 
@@ -150,7 +150,7 @@ class SumRecorder:
     refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does what `Bookkeeping.add` does."""
+        """Does the same as `Bookkeeping.add`."""
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             known = self.sums.get(parameter)
