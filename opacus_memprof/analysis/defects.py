@@ -190,6 +190,20 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
     )
 
 
+def discarded_backward_passes(run: Run) -> Iterator[Finding]:
+    """Finds gradients that are accumulated by hand in ghost clipping, which clears them in each backward pass."""
+    for _, fact in run.facts_of("ghost_accumulated"):
+        yield Finding(
+            "discarded_backward_passes",
+            "",
+            0,
+            f"{fact['bytes']} backward passes ran for one step, and the step used the last one alone: in ghost "
+            "clipping each backward pass of the criterion clears the gradients of earlier ones",
+            "to accumulate gradients, use BatchMemoryManager, and call optimizer.step() and optimizer.zero_grad() "
+            "after each batch",
+        )
+
+
 def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
     """Finds the operation that changed an output in place, which Opacus' backward hooks do not allow."""
     for module, fact in run.facts_of("in_place"):
@@ -338,6 +352,7 @@ DEFECTS = (
     "different_numbers_of_samples",
     "missing_per_sample_gradients",
     "accumulated_per_sample_gradients",
+    "discarded_backward_passes",
     "outputs_changed_in_place",
     "captures_without_backward",
     "checkpoint_captures",
@@ -351,6 +366,7 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     different_numbers_of_samples,
     missing_per_sample_gradients,
     accumulated_per_sample_gradients,
+    discarded_backward_passes,
     outputs_changed_in_place,
     captures_without_backward,
     growing_memory,

@@ -38,6 +38,7 @@ _clipped: "weakref.ref[Optimizer] | None" = None  # the original optimizer whose
 _private_steps = _public_steps = 0
 _unclipped_steps = 0  # of ghost clipping, with a loss that clips nothing
 _clips = 0  # of ghost clipping, since the last step
+_clips_of_batch = 0  # the same, since the last physical step
 _zero_grads = 0
 _unused = 0  # calls of zero_grad that cleared per-sample gradients which no step had used
 
@@ -46,9 +47,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def _reset() -> None:
-    global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _zero_grads, _unused
+    global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _clips_of_batch, _zero_grads, _unused
     _clipped = None
-    _private_steps = _public_steps = _unclipped_steps = _clips = _zero_grads = _unused = 0
+    _private_steps = _public_steps = _unclipped_steps = _clips = _clips_of_batch = _zero_grads = _unused = 0
     _unrelated.clear()
 
 
@@ -85,8 +86,20 @@ def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
 
 def on_clipping_factors() -> None:
     """Observes that ghost clipping has computed clipping factors."""
-    global _clips
+    global _clips, _clips_of_batch
     _clips += 1
+    _clips_of_batch += 1
+
+
+def on_physical_step() -> None:
+    """Observes that a DPOptimizer's step begins, and records backward passes whose gradients ghost clipping discarded.
+
+    Each backward pass of its criterion clears the gradients of earlier ones.
+    """
+    global _clips_of_batch
+    if _clips_of_batch > 1:
+        observations.record("ghost_accumulated", 0, _clips_of_batch)
+    _clips_of_batch = 0
 
 
 def on_private_step(optimizer: DPOptimizer) -> None:

@@ -176,6 +176,17 @@ def accumulated_by_hand(cured: bool, mode: str = "hooks") -> None:
             optimizer.zero_grad()
 
 
+def accumulated_in_ghost(cured: bool, mode: str = "ghost") -> None:
+    """Gradients of four batches are accumulated in ghost clipping, which keeps those of the last one."""
+    model, optimizer, criterion, loader, _ = private(mlp(), vectors(), "ghost", criterion=nn.CrossEntropyLoss())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=BATCH, optimizer=optimizer) as parts:
+        for index, (x, y) in enumerate(parts if cured else loader):
+            criterion(model(x), y).backward()
+            if cured or index % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 # --- memory that nobody uses ---
 
 
@@ -345,6 +356,13 @@ GALLERY = (
     ),
     Report(TRACKER + "523", discriminator, ACCUMULATED, ("2 backward passes",), "into one batch", ValueError),
     Report(TRACKER + "459", accumulated_by_hand, ACCUMULATED, ("2 backward passes",), "BatchMemoryManager", ValueError),
+    Report(
+        TRACKER + "683",
+        accumulated_in_ghost,
+        "discarded_backward_passes",
+        ("4 backward passes", "the last one alone"),
+        "BatchMemoryManager",
+    ),
     Report(TRACKER + "65", generator_pass, "unused_per_sample_gradients", ("7 times", "generator"), "disable_hooks()"),
     Report(
         TRACKER + "446",
