@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ZeRO, without privacy: `opacus-memprof run` follows the model; DeepSpeed keeps gradients and states itself.
+"""DeepSpeed's ZeRO, without privacy: DeepSpeed keeps gradients and optimizer states itself.
 
 ZERO_STAGE is 1, 2 or 3. DeepSpeed sums gradients over the batch while backward runs, so that no sample can be clipped.
 """

@@ -10,6 +10,8 @@ import importlib.metadata
 import json
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -65,6 +67,33 @@ def read(file: Path) -> list[Baseline]:
     if not os.path.exists(file):
         raise MemprofError(f"there is no baseline {file}: {_UPDATE}")
     return read_json_object(file, BaselineFile, _RESTORE).baselines
+
+
+def read_at(commit: str, file: Path) -> list[Baseline]:
+    """Reads the entries that a file has in a commit. A file that the commit lacks is new, and read from the disk.
+
+    Raises:
+        MemprofError: git knows no such commit here, or the file is damaged or of another version.
+    """
+    folder = next(parent for parent in file.parents if parent.is_dir())
+    found = _git(folder, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    if found is None:
+        raise MemprofError(f"--memprof-compare {commit}: git knows no such commit in {folder}; fetch it first")
+    path = f"{commit}:./{file.relative_to(folder)}"
+    if _git(folder, "cat-file", "-e", path) is None:
+        return read(file)
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory, f"{file.name} of {commit}".replace(os.sep, "_"))
+        copy.write_text(_git(folder, "show", path) or "", encoding="utf-8")
+        return read_json_object(copy, BaselineFile, f"the commit {commit} has a damaged baseline").baselines
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Returns what git prints, or None if it fails or is absent."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return None
 
 
 def update(file: Path, measured: Baseline) -> None:

@@ -87,7 +87,7 @@ def _command(item: pytest.Item) -> list[str]:
             command += ["-p", plugin]
     for warning in config.getoption("pythonwarnings") or []:
         command += ["-W", warning]
-    options = ["--memprof-report", "--memprof-baseline-dir"]
+    options = ["--memprof-report", "--memprof-baseline-dir", "--memprof-compare"]
     fits = Fits.from_item(item)
     if fits is None:
         options += ["--memprof-virtual-gpu", "--memprof-virtual-memory"]

@@ -97,7 +97,8 @@ class Memprof:
     def check_baseline(self, name: str, *, rel: float = 0.02) -> None:
         """Fails the test if its peak, or any category at the peak, has grown by `rel` of the baseline or more.
 
-        With --memprof-update-baselines it writes the baseline instead.
+        With --memprof-update-baselines it writes the baseline instead, and with --memprof-compare it reads the baseline
+        of that commit.
 
         Args:
             name: the name of the baseline and of its file: letters, digits, `_`, `-` and `.`.
@@ -115,7 +116,9 @@ class Memprof:
         if self._item.config.getoption("--memprof-update-baselines"):
             baseline.update(file, measured)
             return
-        message = baseline.compare(baseline.read(file), measured, rel, file)
+        commit = self._item.config.getoption("--memprof-compare")
+        entries = baseline.read(file) if commit is None else baseline.read_at(commit, file)
+        message = baseline.compare(entries, measured, rel, file)
         if message:
             pytest.fail(message)
 

@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--memprof-update-baselines", action="store_true", help="write what is measured as the new baselines"
     )
+    group.addoption(
+        "--memprof-compare",
+        metavar="COMMIT",
+        help="compare with the baselines of this commit of git, such as origin/main, instead of the files on disk",
+    )
     group.addoption("--memprof-isolated", action="store_true", help="run every profiled test in a new process")
     kind = "run on a virtual GPU of this kind, such as h200: memory is exact, values are not computed"
     group.addoption("--memprof-virtual-gpu", metavar="KIND", help=kind)
@@ -71,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--memprof-baseline-dir")
     if folder is not None and (config.invocation_params.dir / folder).is_file():
         raise pytest.UsageError(f"--memprof-baseline-dir: {folder} is a file: give a directory")
+    if config.getoption("--memprof-compare") and config.getoption("--memprof-update-baselines"):
+        raise pytest.UsageError("--memprof-compare and --memprof-update-baselines exclude each other: give one")
     if _profiles_all(config) and not hasattr(config, "workerinput"):  # not in workers of pytest-xdist
         from opacus_memprof.pytest_plugin.summary import Summary
 

@@ -2,6 +2,7 @@
 """Baselines are written, compared and keyed, and unusable ones get a message."""
 
 import json
+import subprocess
 from importlib.metadata import version
 
 import pytest
@@ -128,3 +129,26 @@ def test_rel(memprof, rel):
     updated = run(source, "--memprof-update-baselines", "-k", "broken or future")
     updated.assert_outcomes(failed=2, deselected=10)
     assert {name: (folder / f"{name}.json").read_text() for name in files} == files
+
+
+def test_compared_with_the_baselines_of_a_commit(run: Run, pytester: pytest.Pytester) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *arguments], cwd=pytester.path, check=True, capture_output=True)
+
+    run(baseline_test(), "--memprof-update-baselines").assert_outcomes(passed=1)
+    git("init", "-b", "main")
+    git("add", "memprof_baselines")
+    git("commit", "-m", "narrow")
+    run(baseline_test(width=34), "--memprof-update-baselines").assert_outcomes(passed=1)
+    run(baseline_test(width=34)).assert_outcomes(passed=1)  # with the file on disk
+    grown = run(baseline_test(width=34), "--memprof-compare", "main")
+    grown.assert_outcomes(failed=1)
+    grown.stdout.fnmatch_lines(["*in 0 *33.00 KiB -> *35.06 KiB  +2.06 KiB (+6.2 %)"])
+    git("rm", "-q", "--cached", "memprof_baselines/step.json")
+    git("commit", "-m", "none")
+    run(baseline_test(width=34), "--memprof-compare", "main").assert_outcomes(passed=1)  # new: from the disk
+    unknown = run(baseline_test(width=34), "--memprof-compare", "nowhere")
+    unknown.stdout.fnmatch_lines(["*--memprof-compare nowhere: git knows no such commit in *"])
+    both = run(baseline_test(), "--memprof-compare", "main", "--memprof-update-baselines")
+    assert both.ret == pytest.ExitCode.USAGE_ERROR
