@@ -9,7 +9,7 @@ import typer
 
 from opacus_memprof.cli.debug import debug
 from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment, experiments, single_gpu, sweep
-from opacus_memprof.cli.look import ReportCommand, diff, report, tax
+from opacus_memprof.cli.look import ReportCommand, diff, merge, report, tax
 from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
@@ -37,6 +37,7 @@ app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(doctor)
 app.command(cls=ReportCommand, rich_help_panel=LOOK_PANEL)(report)
 app.command(rich_help_panel=LOOK_PANEL)(top)
+app.command(rich_help_panel=LOOK_PANEL)(merge)
 app.command(rich_help_panel=COMPARE_PANEL)(diff)
 app.command(rich_help_panel=COMPARE_PANEL)(tax)
 for command in (experiment, experiments, sweep, single_gpu):

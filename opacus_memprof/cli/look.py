@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof report`, `diff` and `tax`: look at a profile, and compare two."""
+"""`opacus-memprof report`, `merge`, `diff` and `tax`: look at a profile or a job, and compare two."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, RANKS, gather
 
 _PROFILE = "Directory of the profile, or file of torch.cuda.memory._dump_snapshot."
 _BY_DEFAULT = ""  # an option without a file
@@ -92,6 +93,34 @@ def report(
         console.print()
         for path in export(view, wanted):
             console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def merge(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="DIR|URL...", help="Where ranks of the job are.", show_default=False)
+    ],
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="DIR|URL", help="Where all ranks go.")
+    ] = DEFAULT_DIRECTORY,
+) -> None:
+    """Gather the ranks of a job whose machines have no common disk, and print the summary of all.
+
+    Each machine copies its ranks to an address that fsspec knows, and then one command merges them:
+    `merge DIR -o s3://bucket/job` on each, `merge s3://bucket/job -o DIR` on yours.
+    """
+    from opacus_memprof.analysis.job import load_ranks
+    from opacus_memprof.analysis.job_view import view_job
+    from opacus_memprof.profiles.files import write_text
+    from opacus_memprof.profiles.json_object import to_json
+    from opacus_memprof.reports.summary import print_summary
+
+    gather(sources, output)
+    if "://" in output:
+        typer.echo(f"copied the ranks of {', '.join(sources)} to {output}")
+        return
+    summary = load_ranks(output)
+    write_text(Path(output, RANKS), to_json(summary))
+    print_summary(view_job(summary, output), Console())
 
 
 def diff(

@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.launch import Launch
@@ -159,6 +161,50 @@ def _remove_ranks(path: Path, first: int) -> None:
                 earlier.clear()
                 earlier.release()
                 directory.rmdir()
+
+
+def gather(sources: Sequence[str], target: str) -> None:
+    """Copies the ranks' profiles from machines without a common disk into one directory.
+
+    Args:
+        sources: directories of jobs, or their addresses, such as `s3://bucket/job`, that fsspec can read.
+        target: a directory, or an address that fsspec can write. Ranks that it has are replaced.
+
+    Raises:
+        MemprofError: fsspec or a package that it needs is missing, a source holds no rank, or something cannot be read
+            or written.
+    """
+    to, folder = _file_system(target)
+    for source in sources:
+        of, path = _file_system(source)
+        try:
+            entries = of.ls(path, detail=False) if of.isdir(path) else []
+            ranks = [entry for entry in entries if RANK_DIRECTORY.fullmatch(os.path.basename(entry.rstrip("/")))]
+            for rank in ranks:
+                copy = f"{folder}/{os.path.basename(rank.rstrip('/'))}"
+                if to.exists(copy):
+                    to.rm(copy, recursive=True)
+                to.makedirs(copy, exist_ok=True)
+                for file in of.ls(rank, detail=False):
+                    if of.isfile(file) and os.path.basename(file) != LOCK:
+                        with of.open(file, "rb") as read, to.open(f"{copy}/{os.path.basename(file)}", "wb") as written:
+                            shutil.copyfileobj(read, written)
+        except Exception as error:  # of any file system, with classes of its own
+            why = f"{type(error).__name__}: {error}"
+            raise MemprofError(f"cannot copy the ranks of {source} to {target} ({why}): correct the address") from error
+        if not ranks:
+            raise MemprofError(f"{source} holds no rank of a job: give the directory that holds rank_0, rank_1 …")
+
+
+def _file_system(address: str) -> tuple[Any, str]:
+    """Returns fsspec's file system for an address or a local path, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise MemprofError(f"{address} cannot be opened ({error}): install what it needs, or correct it") from error
+    return system, path.rstrip("/")
 
 
 def _refuse_unless_replaceable(path: Path) -> None:

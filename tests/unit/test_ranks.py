@@ -3,12 +3,14 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from click.testing import Result
 from msgspec.structs import replace
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ from opacus_memprof.analysis.job import load_ranks, write_job_summary
 from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.directory import ProfileDirectory, claim, rank_directories
+from opacus_memprof.profiles.directory import ProfileDirectory, claim, gather, rank_directories
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.launch import Launch
@@ -278,3 +280,51 @@ def test_ranks_that_a_smaller_job_does_not_have_go(tmp_path: Path) -> None:
 )
 def test_ranks_in_words(numbers: list[int], words: str) -> None:
     assert format_ranks(numbers) == words
+
+
+def test_ranks_are_gathered_from_machines_without_a_common_disk(tmp_path: Path) -> None:
+    """Two machines of two ranks each copy theirs to an address; merged, they are the job on one disk."""
+    whole = four(tmp_path / "whole")
+    for machine in ("a", "b"):
+        (tmp_path / machine).mkdir()
+    for rank in range(4):
+        shutil.copytree(tmp_path / "whole" / f"rank_{rank}", tmp_path / "ab"[rank // 2] / f"rank_{rank}")
+    (tmp_path / "b" / "rank_3" / ".lock").touch()
+    address = f"memory://{tmp_path.name}"
+
+    def merge(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["merge", *arguments])
+
+    for machine in ("a", "b", "b"):  # also again
+        assert merge(str(tmp_path / machine), "-o", address).exit_code == 0
+    result = merge(address, "-o", str(tmp_path / "merged"))
+    assert result.exit_code == 0, result.output
+    assert "rank 2" in result.output
+    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
+        *(f"rank_{n}" for n in range(4)),
+        "ranks.json",
+    ]
+    assert json.loads((tmp_path / "merged" / "ranks.json").read_text()) == json.loads(to_json(whole))
+    assert not (tmp_path / "merged" / "rank_3" / ".lock").exists()
+
+    merged = merge(str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "at_once"))
+    assert merged.output == result.output.replace("merged", "at_once")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sentence"),
+    [
+        ("memory://nothing", "out", "memory://nothing holds no rank of a job"),
+        ("nowhere", "out", "nowhere holds no rank of a job"),
+        ("quaint://a", "out", "quaint://a cannot be opened (Protocol not known: quaint): install what it needs"),
+        ("job", "file/below", "cannot copy the ranks of job to file/below ("),
+    ],
+)
+def test_what_cannot_be_gathered(
+    source: str, target: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    four(tmp_path / "job")
+    Path("file").touch()
+    with pytest.raises(MemprofError, match=re.escape(sentence)):
+        gather([source], target)
