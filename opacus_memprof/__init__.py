@@ -86,5 +86,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Gives a notebook %%memprof and %memprof_report, for `%load_ext opacus_memprof`."""
+    importlib.import_module("opacus_memprof.recording.native")
+    from opacus_memprof.integrations.notebook import MemprofMagics
+
+    shell.register_magics(MemprofMagics)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -18,14 +18,14 @@ class MemprofCallback(TrainerCallback):
     optimizer, as Opacus requires between steps: the program does that, as examples/huggingface_trainer.py shows.
 
     Args:
-        loggers: see `opacus_memprof.integrations.loggers`.
+        loggers: names of trackers, such as "mlflow", or objects; see `opacus_memprof.integrations.loggers`.
         every: steps between two logs.
         directory: the profile of the session that this callback opens for the training, if none is running.
     """
 
     def __init__(
         self,
-        loggers: Iterable[Logger] = (),
+        loggers: Iterable[Logger | str] = (),
         *,
         every: int = 1,
         directory: str | os.PathLike[str] = DEFAULT_DIRECTORY,

@@ -17,14 +17,14 @@ class MemprofCallback(Callback):
     Takes a snapshot at the end of each epoch. Results of `make_private` are attached already.
 
     Args:
-        loggers: see `opacus_memprof.integrations.loggers`.
+        loggers: names of trackers, such as "mlflow", or objects; see `opacus_memprof.integrations.loggers`.
         every: steps between two logs.
         directory: the profile of the session that this callback opens for the training, if none is running.
     """
 
     def __init__(
         self,
-        loggers: Iterable[Logger] = (),
+        loggers: Iterable[Logger | str] = (),
         *,
         every: int = 1,
         directory: str | os.PathLike[str] = DEFAULT_DIRECTORY,

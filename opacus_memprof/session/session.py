@@ -2,7 +2,6 @@
 """A profiling session: starts and stops the recording allocator, the hooks and the event file."""
 
 import contextlib
-import html
 import os
 import sys
 import time
@@ -311,10 +310,9 @@ class Session:
         if self._result is None:
             return None
         from opacus_memprof.analysis.profile_view import view_profile  # only a notebook needs it
-        from opacus_memprof.reports.html.report_page import build_html
+        from opacus_memprof.reports.html.report_page import framed
 
-        source = html.escape(build_html([view_profile(self._result.so_far(), self.directory)]))
-        return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
+        return framed(view_profile(self._result.so_far(), self.directory))
 
     def explain(self, error: BaseException) -> None:
         """Writes oom_report.* if memory ran out since the last call, with a note on `error`. `close` prints it."""

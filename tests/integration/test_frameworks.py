@@ -9,6 +9,7 @@ import runpy
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.integrations import loggers
 from opacus_memprof.integrations.loggers import StepLog, scalars
 from opacus_memprof.recording import native
 
@@ -265,3 +267,79 @@ def test_a_running_session_shows_what_it_has_so_far() -> None:
         assert page is not None
         assert "teacher" in page
     del in_use
+
+
+def test_a_tracker_by_its_name_gets_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers of a name: the real ones where they are installed, into the run that the program has started."""
+    import prometheus_client
+    import wandb
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = wandb.init(mode="offline", project="memory")
+    names = ["prometheus", "tensorboard", "wandb"]
+    if find_spec("mlflow") is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{Path.cwd()}/runs.db")
+        names.append("mlflow")
+    if find_spec("trackio") is not None:
+        monkeypatch.setenv("TRACKIO_DIR", str(Path.cwd()))
+        __import__("trackio").init(project="memory")
+        names.append("trackio")
+    log = StepLog(names, 1, "profile")
+    session = log.begin()
+    model = nn.Linear(64, 64)
+    session.attach(model)
+    log.step_ended(1)
+    log.end()
+    name, size = "memory/cpu/live/model_parameters", 4 * (64 * 64 + 64)
+    assert prometheus_client.REGISTRY.get_sample_value("opacus_memprof_logged_bytes", {"name": name}) == size
+    loggers.tracker("tensorboard")._log.__self__._writer.close()  # type: ignore[attr-defined]
+    (folder,) = Path("runs").iterdir()
+    (event,) = EventAccumulator(str(folder)).Reload().Scalars(name)
+    assert (event.step, event.value) == (1, size)
+    assert run.summary[name] == size
+    run.finish()
+    if "mlflow" in names:
+        import mlflow
+
+        assert mlflow.active_run().info.run_id
+        assert mlflow.last_active_run().data.metrics[name] == size
+        mlflow.end_run()
+
+
+def test_trackers_that_cannot_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(opacus_memprof.MemprofError, match="there is no tracker 'neptune': use mlflow, "):
+        StepLog(["neptune"], 1)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    loggers.tracker.cache_clear()
+    with pytest.raises(opacus_memprof.MemprofError, match=r"logging to trackio needs trackio .*: pip install trackio"):
+        StepLog(["trackio"], 1)
+    with pytest.raises(opacus_memprof.MemprofError, match=r"wandb has no run to log memory to: call wandb\.init"):
+        loggers.tracker("wandb").log({"a": 1}, 1)
+
+
+def test_magics_profile_a_cell_and_show_a_profile() -> None:
+    """In a kernel of its own: the model of an earlier cell is followed, and a cell that fails shows its exception."""
+    cells = [
+        "%load_ext opacus_memprof",
+        "import torch\nmodel = torch.nn.Linear(64, 64)\noptimizer = torch.optim.Adam(model.parameters())",
+        "%%memprof cell\nmodel(torch.ones(2, 64)).sum().backward()\noptimizer.step()\nseen = 1",
+        "%memprof_report cell",
+        "seen",
+        "%%memprof failed\nraise ValueError('mine')",
+        "%%memprof two words\npass",
+        "import opacus_memprof\nopacus_memprof.session.current() is None",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    for shown in (outputs[2], outputs[3]):
+        (page,) = (output.data["text/html"] for output in shown if "data" in output)
+        assert page.startswith('<iframe srcdoc="&lt;!')
+        assert "optimizer_states" in page
+    assert outputs[4][0].data["text/plain"] == "1"
+    assert (outputs[5][-1].ename, outputs[5][-1].evalue) == ("ValueError", "mine")
+    assert outputs[6][0].ename == "MemprofError"
+    assert outputs[7][0].data["text/plain"] == "True"
+    parameters = 64 * 64 + 64
+    assert load_profile("cell").devices["cpu"].peak.categories["model_parameters"] == 4 * parameters
+    assert load_profile("failed").status == "failed"

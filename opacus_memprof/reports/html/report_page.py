@@ -4,6 +4,7 @@
 A page has the parts of profiles that it shows, and timelines that are as fine as its size allows.
 """
 
+import html
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,17 @@ def write_html(view: ProfileView | JobView, path: str | os.PathLike[str]) -> Non
     Raises:
         MemprofError: no rank has a peak, or the file cannot be written.
     """
-    write_text(path, build_html([view]) if isinstance(view, ProfileView) else _build_job_html(view))
+    write_text(path, _page_of(view))
+
+
+def framed(view: ProfileView | JobView) -> str:
+    """Returns the page of a profile or job in a separate frame, for notebooks."""
+    source = html.escape(_page_of(view))
+    return f'<iframe srcdoc="{source}" sandbox="allow-scripts" style="width:100%;height:48em;border:0"></iframe>'
+
+
+def _page_of(view: ProfileView | JobView) -> str:
+    return build_html([view]) if isinstance(view, ProfileView) else _build_job_html(view)
 
 
 def build_html(views: Sequence[ProfileView], job: Mapping[str, Any] | None = None) -> str:
