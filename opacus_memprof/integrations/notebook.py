@@ -19,8 +19,10 @@ from opacus_memprof.session import profile
 
 
 @magics_class
-class MemprofMagics(Magics):  # type: ignore[misc]  # IPython has no types
+class MemprofMagics(Magics):
     """The commands of a notebook."""
+
+    shell: Any  # never None: a notebook has registered them
 
     @cell_magic
     def memprof(self, line: str, cell: str) -> None:
@@ -34,12 +36,12 @@ class MemprofMagics(Magics):  # type: ignore[misc]  # IPython has no types
                 session.attach(engine)
             session.attach(*_trained(self.shell.user_ns))
             exec(compile(self.shell.transform_cell(cell), "<%%memprof>", "exec"), self.shell.user_ns)
-        display(session)
+        display(session)  # type: ignore[no-untyped-call]
 
     @line_magic
     def memprof_report(self, line: str) -> None:
         """`%memprof_report [DIR]` shows the report of a profile."""
-        display(HTML(framed(load_view(_directory(line)))))
+        display(HTML(framed(load_view(_directory(line)))))  # type: ignore[no-untyped-call]
 
 
 def _trained(variables: Mapping[str, Any]) -> list[Any]:
