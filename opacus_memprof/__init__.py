@@ -89,9 +89,9 @@ def __getattr__(name: str) -> Any:
 def load_ipython_extension(shell: Any) -> None:
     """Gives a notebook %%memprof and %memprof_report, for `%load_ext opacus_memprof`."""
     importlib.import_module("opacus_memprof.recording.native")
-    from opacus_memprof.integrations.notebook import MemprofMagics
+    from opacus_memprof.integrations import register_magics
 
-    shell.register_magics(MemprofMagics)
+    register_magics(shell)
 
 
 def __dir__() -> list[str]:

@@ -1,2 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks for training frameworks, one file each (docs/frameworks.md). Each imports its framework only."""
+"""Other frameworks, trackers and notebooks. Each file of this folder needs its framework only; this one has magics."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY
+
+
+def register_magics(shell: Any) -> None:
+    """Gives a notebook `%%memprof` and `%memprof_report`.
+
+    Args:
+        shell: IPython's shell.
+    """
+
+    def memprof(line: str, cell: str) -> Any:
+        """`%%memprof [DIR]` profiles a cell into DIR, and shows the report below it.
+
+        Follows the models and optimizers that the notebook has in variables, and what a PrivacyEngine makes private.
+        """
+        from opacus_memprof.hooks.opacus_types import find
+        from opacus_memprof.session import profile
+
+        with profile(_directory(line)) as session:
+            if (engine := find("opacus", "PrivacyEngine")) is not None:
+                session.attach(engine)
+            session.attach(*_trained(shell.user_ns))
+            exec(compile(shell.transform_cell(cell), "<%%memprof>", "exec"), shell.user_ns)
+        return session  # which the notebook shows
+
+    def memprof_report(line: str) -> Any:
+        """`%memprof_report [DIR]` shows the report of a profile."""
+        from IPython.display import HTML
+
+        from opacus_memprof.analysis.job_view import load_view
+        from opacus_memprof.reports.html.report_page import framed
+
+        return HTML(framed(load_view(_directory(line))))  # type: ignore[no-untyped-call]
+
+    shell.register_magic_function(memprof, "cell")
+    shell.register_magic_function(memprof_report, "line")
+
+
+def _trained(variables: Mapping[str, Any]) -> list[Any]:
+    """Returns the models and optimizers in variables, without modules that are inside others."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    values = {id(value): value for value in variables.values()}.values()
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    models = [module for module in modules if id(module) not in inside]
+    return [*models, *(value for value in values if isinstance(value, Optimizer))]
+
+
+def _directory(line: str) -> str:
+    words = shlex.split(line)
+    if len(words) > 1:
+        raise MemprofError(f"{line!r} is more than one directory: give one, or none for {DEFAULT_DIRECTORY}")
+    return words[0] if words else DEFAULT_DIRECTORY
