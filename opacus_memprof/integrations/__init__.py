@@ -21,7 +21,7 @@ def register_magics(shell: Any) -> None:
 
         Follows the models and optimizers that the notebook has in variables, and what a PrivacyEngine makes private.
         """
-        from opacus_memprof.hooks.opacus_types import find
+        from opacus_memprof.hooks.vocabulary import find
         from opacus_memprof.session import profile
 
         with profile(_directory(line)) as session:
