@@ -118,7 +118,7 @@ try-lowest: $(BIN)/python
 	$(INSTALL) --no-build-isolation --no-deps -e .
 	$(BIN)/opacus-memprof doctor
 	$(BIN)/opacus-memprof run -o memprof_profile --device cpu examples/train_transformer.py
-	$(BIN)/opacus-memprof report memprof_profile --png memory.png --parquet memory.parquet --perfetto memory.perfetto
+	$(BIN)/opacus-memprof report memprof_profile --png --parquet --perfetto --html
 	$(BIN)/python -m pytest -q $(LOWEST_TRIED)
 
 # A wheel for each Python, from the source distribution, with extensions for each of these torches, of which each is in an
