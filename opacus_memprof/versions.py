@@ -82,6 +82,8 @@ def how_to_build(package: Path = PACKAGE, variables: str = "") -> str:
         variables: what precedes the command, such as "OPACUS_MEMPROF_CUDA=1 ".
     """
     if (package / BUILDS.name).is_dir():
+        if _installed_torch() is None:
+            return "`pip install torch`"
         command = "pip install --force-reinstall --no-deps --no-binary opacus-memprof opacus-memprof"
         return f"build from source: `{variables}{command}`"
     if (package.parent / "setup.py").is_file():

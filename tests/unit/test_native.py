@@ -176,6 +176,7 @@ def test_a_wheel_without_torch(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert versions.folder_of_extensions() == wheel
     assert versions.why_there_is_no_extension().endswith(", but torch is not installed")
+    assert versions.how_to_build(wheel) == "`pip install torch`"
 
 
 def test_what_is_read_of_the_installed_torch_is_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
