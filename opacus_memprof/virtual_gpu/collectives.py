@@ -125,9 +125,9 @@ def _replace_object_collectives(c10d: Any) -> None:
 
 
 def _count_rank_read() -> None:
-    from opacus_memprof import _virtual
+    from opacus_memprof.virtual_gpu import values  # loads torch
 
-    _virtual.count_rank_read(OBJECTS)
+    values.count_rank_read(OBJECTS)
 
 
 def _simulates_one_rank() -> bool:

@@ -104,6 +104,11 @@ def unknown_reads() -> list[Use]:
     return _uses(_virtual.unknown_reads())
 
 
+def count_rank_read(operation: str) -> None:
+    """Counts a read of data that another rank would have sent, by `operation`."""
+    _virtual.count_rank_read(operation)
+
+
 def assumed_shapes() -> list[Use]:
     """Returns the shapes and index choices that depend on values that the virtual GPU has not computed."""
     return _uses(_virtual.assumed_shapes())
