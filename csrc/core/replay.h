@@ -124,8 +124,8 @@ struct ReplayResult {
     std::array<Moment, kPhases> phases;  // highest instant of each; event kNever: not seen
     std::vector<Step> steps;             // at most kMaxSteps
     std::uint64_t steps_left_out = 0;
-    std::vector<Moment> timeline;  // the highest of each of `timeline_points` runs of events
-    std::vector<Snapshot> snapshots;
+    std::vector<Moment> timeline;     // the highest of each of `timeline_points` runs of events
+    std::vector<Snapshot> snapshots;  // at most kMaxSnapshots
     std::vector<OutOfMemory> out_of_memory;
     Moment last_step_end;          // event kNever: no step ended
     std::vector<Residue> residue;  // at that instant, by module, category, phase and op
@@ -135,8 +135,9 @@ struct ReplayResult {
   static constexpr std::uint32_t kWarmUpSteps = 2;  // optimizer states, workspaces, caches
   static constexpr std::uint32_t kRecentSteps = 2;  // blocks that the next step may still replace
 
-  // First and last steps, and the highest of the others.
+  // Of both: the first and the last, and the highest of the others.
   static constexpr std::size_t kMaxSteps = 600;
+  static constexpr std::size_t kMaxSnapshots = 600;
 
   // Events that are in no file: removed from a long run, or lost.
   struct Gap {

@@ -52,10 +52,9 @@ void Survey::after(const Event& event, std::uint64_t index) {
         if (device == nullptr) continue;
         observe(*device);
         if (static_cast<EventKind>(event.kind) == EventKind::snapshot) {
-          auto& snapshot = device->result.snapshots.emplace_back();
-          static_cast<Instant&>(snapshot) = now_;
-          snapshot.name = static_cast<std::uint16_t>(event.op);
-          snapshot.number = event.size;
+          device->snapshots.push_back({.instant = now_,
+                                       .name = static_cast<std::uint16_t>(event.op),
+                                       .number = event.size});
         }
       }
       break;
@@ -169,21 +168,45 @@ void Survey::ended(const ReplayTable& table) {
   outcomes_.ended(table, header.closed != 0 && missing == 0, missing > 0 ? &last : nullptr);
 }
 
+namespace {
+
+// Leaves the first and the last third of `count` rows, and the highest of the others. Returns how
+// many it has removed.
+template <typename Row>
+std::size_t thin_out(std::vector<Row>& rows, std::size_t count,
+                     ReplayResult::Instant Row::*instant) {
+  if (rows.size() <= count) return 0;
+  const auto third = static_cast<std::ptrdiff_t>(count / 3);
+  const auto middle = rows.begin() + third;
+  const auto last = rows.end() - third;
+  std::nth_element(middle, middle + third, last, [instant](const Row& a, const Row& b) {
+    const ReplayResult::Instant& one = a.*instant;
+    const ReplayResult::Instant& other = b.*instant;
+    return one.bytes != other.bytes ? one.bytes > other.bytes : one.event < other.event;
+  });
+  const std::size_t removed = rows.size() - count;
+  rows.erase(middle + third, last);
+  std::sort(rows.begin(), rows.end(), [instant](const Row& a, const Row& b) {
+    return (a.*instant).event < (b.*instant).event;
+  });
+  return removed;
+}
+
+}  // namespace
+
+void Survey::choose_snapshots(DeviceState& device) {
+  thin_out(device.snapshots, ReplayResult::kMaxSnapshots, &SnapshotRow::instant);
+  for (const SnapshotRow& row : device.snapshots) {
+    ReplayResult::Snapshot& snapshot = device.result.snapshots.emplace_back();
+    static_cast<Instant&>(snapshot) = row.instant;
+    snapshot.name = row.name;
+    snapshot.number = row.number;
+  }
+}
+
 void Survey::choose_steps(DeviceState& device) {
   std::vector<StepRow>& rows = device.steps;
-  constexpr std::size_t kThird = ReplayResult::kMaxSteps / 3;
-  if (rows.size() > ReplayResult::kMaxSteps) {
-    const auto middle = rows.begin() + kThird;
-    const auto last = rows.end() - kThird;
-    std::nth_element(middle, middle + kThird, last, [](const StepRow& a, const StepRow& b) {
-      return a.peak.bytes != b.peak.bytes ? a.peak.bytes > b.peak.bytes
-                                          : a.peak.event < b.peak.event;
-    });
-    device.result.steps_left_out = rows.size() - ReplayResult::kMaxSteps;
-    rows.erase(middle + kThird, last);
-    std::sort(rows.begin(), rows.end(),
-              [](const StepRow& a, const StepRow& b) { return a.peak.event < b.peak.event; });
-  }
+  device.result.steps_left_out = thin_out(rows, ReplayResult::kMaxSteps, &StepRow::peak);
   for (const StepRow& row : rows) {
     ReplayResult::Step& step = device.result.steps.emplace_back();
     step.number = row.number;
@@ -199,6 +222,7 @@ std::vector<ReplayResult::Device> Survey::devices() {
     if (device == nullptr) continue;
     if (device->in_step) device->steps.back().end_bytes = device->bytes;
     choose_steps(*device);
+    choose_snapshots(*device);
     device->result.end_bytes = device->bytes;
     result.push_back(std::move(device->result));
     device.reset();

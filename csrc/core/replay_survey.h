@@ -51,10 +51,17 @@ class Survey {
     bool whole = true;  // no gap before its end
   };
 
+  struct SnapshotRow {
+    Instant instant;
+    std::uint16_t name = 0;
+    std::uint64_t number = 0;
+  };
+
   struct DeviceState {
     ReplayResult::Device result;
     std::int64_t bytes = 0;
     std::vector<StepRow> steps;
+    std::vector<SnapshotRow> snapshots;
     bool in_step = false;                         // the last of them has not ended
     std::uint64_t bucket = ReplayResult::kNever;  // of the timeline's last row
   };
@@ -64,6 +71,7 @@ class Survey {
   void end_step(const Event& event);
   void observe(DeviceState& device);
   static void choose_steps(DeviceState& device);
+  static void choose_snapshots(DeviceState& device);
 
   const EventReader& reader_;
   EventClock clock_;

@@ -182,6 +182,35 @@ TEST(Replay, of_many_steps_the_ends_and_the_highest_are_kept) {
                              [](const auto& a, const auto& b) { return a.number < b.number; }));
 }
 
+TEST(Replay, of_many_snapshots_the_ends_and_the_highest_are_kept) {
+  constexpr std::uint64_t kSnapshots = 3 * ReplayResult::kMaxSnapshots;
+  constexpr std::uint64_t kHighest = kSnapshots / 2;
+  EventFileBuilder file;
+  for (std::uint64_t number = 0; number < kSnapshots; ++number) {
+    const std::uint64_t size = number == kHighest ? 9000 : number + 1;
+    file.add({.kind = alloc, .address = 64, .size = size});
+    file.add({.kind = snapshot, .size = number, .op = 5});
+    file.add({.kind = free, .address = 64});
+  }
+  const auto snapshots = replay(file.write()).devices.at(0).snapshots;
+  ASSERT_EQ(snapshots.size(), ReplayResult::kMaxSnapshots);
+  const auto row = [&](std::uint64_t number) {
+    return std::count_if(snapshots.begin(), snapshots.end(),
+                         [&](const auto& each) { return each.number == number; });
+  };
+  EXPECT_EQ(row(0), 1);
+  EXPECT_EQ(row(199), 1);
+  EXPECT_EQ(row(200), 0);
+  EXPECT_EQ(row(kHighest), 1);
+  EXPECT_EQ(row(kSnapshots - 1), 1);
+  for (const auto& each : snapshots) {
+    EXPECT_EQ(sum(each.categories), each.bytes);
+    EXPECT_EQ(each.name, 5U);
+  }
+  EXPECT_TRUE(std::is_sorted(snapshots.begin(), snapshots.end(),
+                             [](const auto& a, const auto& b) { return a.number < b.number; }));
+}
+
 TEST(Replay, a_phases_peak_includes_what_it_found) {
   EventFileBuilder file;
   file.add({.kind = alloc, .address = 64, .size = 80, .phase = Phase::backward});
