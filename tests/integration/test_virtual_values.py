@@ -119,6 +119,17 @@ def test_higher_order_operators_work_without_a_compiler() -> None:
     assert found["dtensor"]["reads"] == []
 
 
+def test_many_uses_of_a_gpu_give_what_the_cpu_gives_or_are_said() -> None:
+    program = PROGRAM.with_name("virtual_programs.py")
+    done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["programs"] >= 30
+    assert found["unsaid"] == []
+    # What cuDNN and the compilers of torch.jit launch past the dispatcher is not computed.
+    assert set(found["different"]) <= {"recurrent", "scripted"}
+
+
 def test_a_scaler_finds_the_overflow_and_grows_after_it() -> None:
     found = without_models()["scaler"]
     assert found["scales"] == [65536, 32768, 32768, 65536, 65536]
