@@ -122,7 +122,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
             print_failure(failed, console)
     else:
         if view.virtual_mark:
-            console.print(f"[bold magenta]{escape(view.virtual_mark)}[/]", highlight=False)
+            console.print(f"[bold magenta]{escape(tr_sentence(view.virtual_mark))}[/]", highlight=False)
         if not view.devices:
             console.print(tr("No memory was allocated on a device that was profiled."))
         for device, verdict in zip(view.devices.values(), view.verdicts, strict=True):
@@ -146,7 +146,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
 def print_failure(report: OomReport, console: Console) -> None:
     """Prints the first screen of a failed allocation: the missing memory, changes that fit, and the live memory."""
     if mark := virtual_mark(report.virtual):
-        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
+        console.print(f"[bold magenta]{escape(tr_sentence(mark))}[/]", highlight=False)
     print_verdict(failure_verdict(report), console)
     _print_held(tr("HELD AT THE FAILURE"), report.holders.categories, report.live_bytes, console)
     _print_modules(_sizes_of(report.holders.modules), console, count=3)

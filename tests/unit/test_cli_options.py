@@ -107,6 +107,18 @@ def test_a_lora_rank_without_adapters_is_warned_of(more: list[str], warns: bool)
     assert ("--lora-rank 32 has no effect: add --use-lora" in ran.output) == warns
 
 
+@pytest.mark.parametrize(("named", "count"), [([], 6), (["--experiment", "ghost", "--experiment", "vanilla"], 2)])
+def test_experiments_lists_its_methods_before_it_trains(
+    named: list[str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.experiments.__globals__, "_run", lambda *arguments: print("training"))
+    ran = CliRunner().invoke(cli.app, ["experiments", "--config", "tiny", *named])
+    assert ran.exit_code == 0
+    listed = ran.output.splitlines()
+    assert listed[0].startswith(f"{count} methods, in this order: vanilla, ")
+    assert listed[1:] == (["training"] if named else ["to compare fewer: --mode vanilla ghost flash_clip", "training"])
+
+
 def test_a_script_s_arguments_are_its_own() -> None:
     theirs = ["--my_rate", "1_000", "--other-rate=2", "--max_events", "7"]
     values = parsed("run", "--max_events", "5", "my_script.py", *theirs)
