@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 import zlib
@@ -159,7 +160,7 @@ def _missing_glyphs_named() -> Iterator[None]:
     finally:
         log.setLevel(level)
     for each in caught:
-        if "missing from font" in str(each.message):
+        if re.search("missing from (current )?font", str(each.message)):  # matplotlib 3.8 says "current font"
             _say_glyphs_are_missing()
         else:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

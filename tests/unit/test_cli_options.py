@@ -122,7 +122,7 @@ def test_experiments_lists_its_methods_before_it_trains(
 def test_a_script_s_arguments_are_its_own() -> None:
     theirs = ["--my_rate", "1_000", "--other-rate=2", "--max_events", "7"]
     values = parsed("run", "--max_events", "5", "my_script.py", *theirs)
-    assert (values["script"], values["arguments"], values["max_events"]) == ("my_script.py", theirs, 5)
+    assert (values["script"], list(values["arguments"]), values["max_events"]) == ("my_script.py", theirs, 5)
 
 
 NEEDY = [name for name, command in COMMANDS.commands.items() if any(option.required for option in command.params)]
