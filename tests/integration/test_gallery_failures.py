@@ -20,6 +20,15 @@ def test_the_first_finding_names_the_cause(report: Report, tmp_path: Path) -> No
     assert ("flash_clip" in first["remedy"]) == report.flash_clip
 
 
+@pytest.mark.parametrize("program", ["own_optimizer_steps", "broadcast_positions", "accumulated_in_ghost"])
+def test_the_readme_quotes_what_is_said(program: str, tmp_path: Path) -> None:
+    (report,) = (each for each in GALLERY if str(each) == program)
+    first, *_ = profiled(tmp_path, lambda session: report.program(False), report.error)["findings"]
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert report.link in readme
+    assert first["evidence"].partition(". ")[0] in " ".join(readme.split())
+
+
 @pytest.mark.parametrize("report", GALLERY, ids=str)
 def test_following_the_advice_cures(report: Report, tmp_path: Path) -> None:
     profile = profiled(tmp_path, lambda session: report.program(True))
