@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from opacus_memprof.cli.debug import debug
+from opacus_memprof.cli.debug import bisect, debug
 from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment, experiments, single_gpu, sweep
-from opacus_memprof.cli.look import ReportCommand, diff, merge, report, tax
+from opacus_memprof.cli.look import ReportCommand, diff, mcp, merge, report, tax
 from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
@@ -38,8 +38,10 @@ app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel
 app.command(cls=ReportCommand, rich_help_panel=LOOK_PANEL)(report)
 app.command(rich_help_panel=LOOK_PANEL)(top)
 app.command(rich_help_panel=LOOK_PANEL)(merge)
+app.command(rich_help_panel=LOOK_PANEL)(mcp)
 app.command(rich_help_panel=COMPARE_PANEL)(diff)
 app.command(rich_help_panel=COMPARE_PANEL)(tax)
+app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=COMPARE_PANEL)(bisect)
 for command in (experiment, experiments, sweep, single_gpu):
     names = {"token_normalize_func": current_name}
     app.command(cls=ListOptionsCommand, context_settings=names, rich_help_panel=EXPERIMENTS_PANEL)(command)

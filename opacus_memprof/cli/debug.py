@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof debug`: debugs the memory of LoRA training."""
+"""`opacus-memprof debug` and `bisect`: the memory of LoRA training, and since which release a training needs more."""
 
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import typer
+from rich.console import Console
 
+from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
+from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.cli.options import DeviceName, Token, VirtualGpuKind, VirtualGpuOptions, VirtualMemory, hide_token
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Dtype
 from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 from opacus_memprof.language import tr
 from opacus_memprof.profiles.files import write_text, writing
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.virtual_gpu.devices import find_gpu
 
 Level = Literal["model_only", "full", "custom", "comparison"]
 
@@ -162,3 +171,172 @@ _LEVELS: dict[Level, Callable[[_Request], dict[str, Any]]] = {
     "custom": _custom,
     "comparison": _comparison,
 }
+
+
+_RELEASE = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*==\s*(\S+)\s*")
+
+
+class Found(NamedTuple):
+    """Two adjacent releases: the last one that is good, and the first one that is bad, with their profiles."""
+
+    good: str
+    bad: str
+    before: Profile
+    after: Profile
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """A search between two releases.
+
+    Attributes:
+        program: the script and its arguments.
+        gpu: the kind of virtual GPU.
+        limit: a release is bad if the peak grew by more, compared with that of the good release.
+        wheelhouse: a directory of wheels that pip installs from; None for pip's index.
+        directory: holds the environments and profiles. What is there is used again.
+    """
+
+    program: tuple[str, ...]
+    gpu: str
+    limit: GrowthLimit
+    wheelhouse: Path | None
+    directory: Path
+
+    def find(self, good: str, bad: str, tried: Callable[[str, bool], object]) -> Found:
+        """Returns the first bad release.
+
+        Args:
+            good: a requirement such as `transformers==4.57`.
+            bad: a later release of the same package.
+            tried: is called with each release, and whether it is bad.
+
+        Raises:
+            MemprofError: the two are not releases of one package in this order; pip knows them not, or cannot install
+                one; the program fails with one; or the later one needs no more memory.
+        """
+        package, releases = self._between(good, bad)
+        profiles = {release: self._profile(package, release) for release in (releases[0], releases[-1])}
+
+        def is_bad(release: str) -> bool:
+            profiles[release] = profiles.get(release) or self._profile(package, release)
+            answer = bool(exceeded_limits(diff_profiles(profiles[releases[0]], profiles[release]), self.limit))
+            tried(f"{package} {release}", answer)
+            return answer
+
+        tried(f"{package} {releases[0]}", False)
+        if not is_bad(releases[-1]):
+            raise MemprofError(
+                f"{bad} needs no more memory than {good}, within {self.limit.text}: there is nothing to find"
+            )
+        low, high = 0, len(releases) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_bad(releases[middle]) else (middle, high)
+        first, last = releases[low], releases[high]
+        return Found(f"{package} {first}", f"{package} {last}", profiles[first], profiles[last])
+
+    def _between(self, good: str, bad: str) -> tuple[str, list[str]]:
+        """Returns the package and its releases from the good to the bad one."""
+        version: Any = require("packaging.version", "bisections").Version
+        ends = [_RELEASE.fullmatch(end) for end in (good, bad)]
+        if None in ends:
+            raise MemprofError(f"{good} and {bad} are not two releases: write PACKAGE==VERSION")
+        (package, first), (other, last) = (end.groups() for end in ends if end is not None)
+        if _canonical(package) != _canonical(other):
+            raise MemprofError(f"{good} and {bad} are releases of different packages: give two of one")
+        known = self._releases(package)
+        try:
+            start, end = version(first), version(last)
+        except ValueError as error:
+            raise MemprofError(f"{error}: give a version as pip knows it") from error
+        for asked in (start, end):
+            if asked not in known:
+                raise MemprofError(f"pip finds no {package} {asked}, only {', '.join(map(str, sorted(known)))}")
+        if not start < end:
+            raise MemprofError(f"{good} is not before {bad}: give the earlier release as --good")
+        steps = sorted(each for each in known if start <= each <= end)
+        return package, [str(each) for each in steps if each in (start, end) or not each.is_prerelease]
+
+    def _releases(self, package: str) -> set[Any]:
+        version: Any = require("packaging.version", "bisections").Version
+        if self.wheelhouse is not None:
+            names = [path.name.split("-") for path in self.wheelhouse.glob("*.whl")]
+            return {version(parts[1]) for parts in names if _canonical(parts[0]) == _canonical(package)}
+        printed = _run([sys.executable, "-m", "pip", "index", "versions", "--pre", package], f"pip knows no {package}")
+        line = re.search(r"Available versions: (.*)", printed)
+        return {version(each.strip()) for each in line[1].split(",")} if line else set()
+
+    def _profile(self, package: str, release: str) -> Profile:
+        environment, profile = (self.directory / kind / release for kind in ("environments", "profiles"))
+        python = environment / "bin" / "python"
+        if not (environment / "installed").exists():
+            _run(
+                [sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)], "cannot make environments"
+            )
+            (site,) = environment.glob("lib/python*/site-packages")
+            here = [path for path in sys.path if os.path.isdir(path)]
+            (site / "this_environment.pth").write_text("\n".join(map(os.path.abspath, here)) + "\n", encoding="utf-8")
+            offline = [] if self.wheelhouse is None else ["--no-index", "--find-links", str(self.wheelhouse)]
+            install = [str(python), "-m", "pip", "install", "-q", *offline, f"{package}=={release}"]
+            _run(install, f"pip cannot install {package} {release}")
+            (environment / "installed").touch()
+        run = ["run", "--virtual-gpu", self.gpu, "-o", str(profile), *self.program]
+        _run([str(python), "-m", "opacus_memprof", *run], f"the program fails with {package} {release}")
+        return load_profile(profile)
+
+
+def _run(command: list[str], otherwise: str) -> str:
+    """Returns what a program prints. Raises MemprofError with its last line if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ran.returncode:
+        lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise MemprofError(f"{otherwise} ({next((line for line in lines if 'rror' in line), lines[-1]).strip()})")
+    return ran.stdout
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def bisect(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+    ] = None,
+    good: Annotated[
+        str, typer.Option(metavar="PACKAGE==VERSION", show_default=False, help="A release that needed less memory.")
+    ],
+    bad: Annotated[
+        str, typer.Option(metavar="PACKAGE==VERSION", show_default=False, help="A later release that needs more.")
+    ],
+    above: Annotated[str, typer.Option(metavar="2%|50MiB", help="A release is bad if the peak grew by more.")] = "2%",
+    gpu: Annotated[str, typer.Option(metavar="KIND", help="The virtual GPU; `doctor` lists its kinds.")] = "h100",
+    wheelhouse: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Directory of wheels. Default: pip's index."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of environments and profiles.")
+    ] = Path("memprof_bisect"),
+) -> None:
+    """Find the release of a package with which a training began to need more memory, and print what changed.
+
+    Runs the script on a virtual GPU with half of the releases between, a quarter and so on, each in a virtual
+    environment that differs from this one by that release.
+    """
+    from opacus_memprof.reports.diff import print_diff
+
+    if not Path(script).is_file():
+        raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
+    if wheelhouse is not None and not wheelhouse.is_dir():
+        raise MemprofError(f"--wheelhouse: there is no directory {wheelhouse}")
+    find_gpu(gpu)
+    program = (script, *(arguments or ()))
+    search = Bisection(program, gpu, GrowthLimit.parse(above), wheelhouse, output.absolute())
+    console = Console(highlight=False)
+    found = search.find(good, bad, lambda release, is_bad: console.print(f"{release}: {'bad' if is_bad else 'good'}"))
+    console.print(f"\n{found.bad} is the first release that needs more; what changed since {found.good}:\n")
+    print_diff(diff_profiles(found.before, found.after), console)

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof report`, `merge`, `diff` and `tax`: look at a profile or a job, and compare two."""
+"""`opacus-memprof report`, `merge`, `mcp`, `diff` and `tax`: look at a profile or a job, and compare two."""
 
+import asyncio
+import inspect
+import subprocess
+import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, RANKS, gather
+from opacus_memprof.profiles.difference import Diff
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, PLAN, RANKS, gather
+from opacus_memprof.profiles.json_object import JsonObject, read_json_object
+from opacus_memprof.profiles.optional import require
+from opacus_memprof.profiles.plan import Plan
+from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.profiles.schemas import schema_of
+from opacus_memprof.versions import VERSION
 
 _PROFILE = "Directory of the profile, or file of torch.cuda.memory._dump_snapshot."
 _BY_DEFAULT = ""  # an option without a file
@@ -161,6 +174,85 @@ def diff(
         print_diff(result, Console(), beyond)
     if beyond:
         raise typer.Exit(1)
+
+
+def _report_tool(directory: str) -> Profile:
+    """Where the memory of a recorded training went: the peak of each device by category and module, phases, findings.
+
+    `directory` is that of a profile, or a file of torch.cuda.memory._dump_snapshot.
+    """
+    from opacus_memprof.analysis.profile import load_profile
+    from opacus_memprof.analysis.torch_snapshot import profile_of
+
+    return load_profile(profile_of(directory))
+
+
+def _diff_tool(before: str, after: str) -> Diff:
+    """What changed between two profiles, at the peak and in each phase. Both are as `report` takes them."""
+    from opacus_memprof.analysis.diff import diff_profiles
+
+    return diff_profiles(_report_tool(before), _report_tool(after))
+
+
+def _plan_tool(script: str, arguments: str = "", gpu: str = "h100") -> Plan:
+    """Whether a training script fits on a GPU, and what would make it fit, by running it on a virtual GPU.
+
+    `script` is run as a program, with `arguments`, of which each is a line. The run needs no GPU, and takes as long as
+    the script's steps on a CPU. `gpu` is a kind such as h100 or a100-40.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "opacus_memprof", "plan", "--gpu", gpu, "-o", directory, script]
+        ran = subprocess.run(
+            [*command, *arguments.splitlines()], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        file = Path(directory, PLAN)
+        if not file.exists():
+            raise MemprofError(ran.stderr.strip().rpartition("\n")[2].removeprefix("opacus-memprof: "))
+        return read_json_object(file, Plan)
+
+
+_TOOLS: dict[str, tuple[Any, type[JsonObject]]] = {
+    "report": (_report_tool, Profile),
+    "diff": (_diff_tool, Diff),
+    "plan": (_plan_tool, Plan),
+}
+
+
+def _declared(name: str) -> dict[str, Any]:
+    function, result = _TOOLS[name]
+    parameters = inspect.signature(function).parameters.values()
+    given = {
+        "type": "object",
+        "properties": {each.name: {"type": "string"} for each in parameters},
+        "required": [each.name for each in parameters if each.default is each.empty],
+    }
+    returned = {"type": "object", **schema_of(result)}
+    return {"name": name, "description": function.__doc__, "input_schema": given, "output_schema": returned}
+
+
+def mcp() -> None:
+    """Serve report, diff and plan to an assistant, by the Model Context Protocol on standard input and output."""
+    types, stdio = require("mcp.types", "tools of assistants"), require("mcp.server.stdio", "tools of assistants")
+    lowlevel = require("mcp.server.lowlevel", "tools of assistants")
+
+    async def list_tools(context: Any, parameters: Any) -> Any:
+        return types.ListToolsResult(tools=[types.Tool(**_declared(name)) for name in _TOOLS])
+
+    async def call_tool(context: Any, parameters: Any) -> Any:
+        try:
+            function, _ = _TOOLS[parameters.name]
+            result = await asyncio.to_thread(function, **(parameters.arguments or {}))
+        except (MemprofError, KeyError, TypeError) as error:  # of an unknown tool, or of wrong arguments
+            return types.CallToolResult(content=[types.TextContent(text=str(error))], is_error=True)
+        text = types.TextContent(text=msgspec.json.encode(result).decode())
+        return types.CallToolResult(content=[text], structured_content=msgspec.to_builtins(result))
+
+    async def serve() -> None:
+        server = lowlevel.Server("opacus-memprof", version=VERSION, on_list_tools=list_tools, on_call_tool=call_tool)
+        async with stdio.stdio_server() as (read, write):
+            await server.run(read, write, server.create_initialization_options())
+
+    asyncio.run(serve())
 
 
 def tax(

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from opacus_memprof.profiles.difference import BaselineFile
+from opacus_memprof.profiles.difference import BaselineFile, Diff
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import JsonObject
@@ -33,6 +33,7 @@ STRUCTURES: dict[str, type[JsonObject]] = {
     "privacy_check": PrivacyCheck,
     "experiment_result": ExperimentResult,
     "baseline": BaselineFile,
+    "diff": Diff,
 }
 
 

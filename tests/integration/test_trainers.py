@@ -53,7 +53,7 @@ def test_a_recipe_trains_as_without_the_profiler(recipe: Path, tmp_path: Path) -
     assert profiled == plain
     profile = load_profile(tmp_path / "profile")
     check(profile.devices["cpu"].peak)
-    assert profile.devices["cpu"].peak.categories["model_parameters"] > 0
+    assert len(profile.devices["cpu"].peak.modules) > 2
     assert any(step.complete for step in profile.devices["cpu"].steps)
 
 
