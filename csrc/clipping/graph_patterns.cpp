@@ -14,17 +14,14 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "clipping/hashing.h"
+
 namespace opacus_memprof::clipping {
 namespace {
 
 using torch::autograd::Node;
 
 constexpr int kDepth = 3;
-
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 12) + (hash >> 4);
-  return hash * 0xff51afd7ed558ccdULL;
-}
 
 std::uint64_t hash_of_operation(const Node& node, std::int64_t batch) {
   // Every torch.autograd.Function has the same class in C++, which is defined in torch's Python

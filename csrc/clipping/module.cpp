@@ -2,11 +2,13 @@
 // Python bindings of the code that flash_clip runs for each layer; definitions only.
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <utility>
 
 #include "clipping/convolution.h"
 #include "clipping/gradient_tap.h"
 #include "clipping/graph_patterns.h"
+#include "clipping/operation_log.h"
 #include "clipping/stacks.h"
 #include "clipping/step.h"
 
@@ -15,6 +17,14 @@ namespace clipping = opacus_memprof::clipping;
 PYBIND11_MODULE(_clipping, module) {
   module.def("tap_gradient", &clipping::tap_gradient);
   module.def("graph_patterns", &clipping::graph_patterns);
+  pybind11::class_<clipping::OperationLog>(module, "OperationLog")
+      .def(pybind11::init<>())
+      .def(pybind11::pickle(  // a copy of a model proves its forwards itself
+          [](const clipping::OperationLog&) { return pybind11::tuple(); },
+          [](const pybind11::tuple&) { return std::make_unique<clipping::OperationLog>(); }))
+      .def("begin", &clipping::OperationLog::begin)
+      .def("end", &clipping::OperationLog::end)
+      .def("learn", &clipping::OperationLog::learn);
   module.def("unfold", &clipping::unfold);
   module.def("group_alike", &clipping::group_alike);
   module.def("address_table", &clipping::address_table);

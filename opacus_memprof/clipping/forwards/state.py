@@ -147,11 +147,11 @@ def _same_content(value: Any, copy: Any) -> bool:
 
 
 @contextmanager
-def restoring_state(module: nn.Module) -> Iterator[None]:
-    """Restores a module's buffers and attributes at the end of the context."""
+def restoring_state(module: nn.Module) -> Iterator[ModuleState]:
+    """Restores a module's buffers and attributes at the end of the context, to the state that it yields."""
     state = ModuleState(module)
     try:
-        yield
+        yield state
     finally:
         state.restore()
 

@@ -26,6 +26,7 @@ try:
     ):
         raise ImportError(f"it was {reason}")
     from opacus_memprof._clipping import (
+        OperationLog,
         address_table,
         begin_tables_of_graph,
         draw_normal,
@@ -46,6 +47,7 @@ except ImportError as error:
     raise ImportError(f"flash_clip's extension cannot be loaded ({error}): {how_to_build()}") from error
 
 __all__ = [
+    "OperationLog",
     "address_table",
     "begin_tables_of_graph",
     "draw_normal",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from opacus_memprof.clipping.layers import LAYERS, GenericLayer, Layer, layer_for
 from opacus_memprof.errors import MemprofError
@@ -237,6 +238,12 @@ def check_model(model: nn.Module) -> None:
         MemprofError: nothing is trainable; a layer normalizes over the batch; an embedding has options under which
             per-sample gradients do not exist.
     """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise MemprofError(
+                f"{name} belongs to a lazy module, and has no shape before the first forward: call the model with a "
+                "batch before you make it private."
+            )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
             raise MemprofError(

@@ -211,14 +211,29 @@ class CallProofs:
     def _is_explained(self, forward: int) -> bool:
         return not self.registry.is_sharded and is_explained(self.situations.check, forward)
 
+    def begin_forward(self, call: Call) -> None:
+        """Begins to record the operations of a call. Not under FSDP2, where all ranks must prove the same forward."""
+        situation = call.situation
+        if situation is None or not self.hooks.batch or self.situations.check == "off" or self.joint is not None:
+            return
+        call.operations = situation.operations
+        call.operations.begin()
+
+    def end_forward(self, call: Call) -> None:
+        """Ends the record, also where the forward has raised an error."""
+        if call.operations is not None and call.situation is not None:
+            call.has_new_operations = call.operations.end(not call.situation.draws)
+
     def is_unproved(self, call: Call, situation: Situation, output: Any) -> bool:
-        """Returns whether the forward used an order of layers, or operations for its output, that no proof covers.
+        """Returns whether the forward used an order of layers, operations or numbers that no proof covers.
 
         The cause of the difference, such as a global variable, need not be known.
         """
         hooks = self.hooks
         if not hooks.batch or self.situations.check == "off":
             return False
+        if call.has_new_operations and not call.is_proved:
+            return True
         return order_of(hooks.trace) not in situation.traces or self._has_new_patterns(call, situation, output)
 
     def _has_new_patterns(self, call: Call, situation: Situation, output: Any) -> bool:

@@ -298,6 +298,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 raise
             error = raised
         self._proofs.prepare(call, error)
+        if call.random is not None:
+            self._proofs.begin_forward(call)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
         hooks.trace = []
@@ -329,6 +331,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if call.depth:
             return None
         self._call = None
+        self._proofs.end_forward(call)
         if output is None or call.is_off or not self.hooks_enabled:
             return None
         try:
@@ -359,6 +362,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                     output = self._proofs.prove_order(call, situation, call.random, output)
             finally:
                 self._call, call.depth = None, 0
+            if call.operations is not None and call.is_proved:
+                call.operations.learn()
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else wheres_by_shape(tensors, hooks.batch)
         outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
@@ -373,6 +378,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         output, outputs = self._two_passes(output, [(x, where) for x, where in outputs if id(x) in leaves])
         if hooks.for_compiled_autograd:
             return output
+        for x, where in [*outputs, *others]:
+            if where is None and x.numel() > 1 and hooks.batch:
+                x.register_hook(self._check_shared_gradient)  # type: ignore[no-untyped-call]
         record = call.record if outputs else None
         if record is not None:
             output, outputs = self._explained.add(call, output, outputs)
@@ -383,6 +391,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         return output
+
+    def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
+        """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.
+
+        A sum or a mean gives all elements the same gradient.
+        """
+        if bool((gradient != gradient.flatten()[0]).any()):
+            self._refuse(
+                MemprofError(
+                    f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, "
+                    "and not as a sum or mean: samples influence one another there. Return outputs whose first "
+                    "dimension is the batch."
+                )
+            )
 
     def _two_passes(self, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
         """Makes backward run twice from these outputs, if two passes are needed."""

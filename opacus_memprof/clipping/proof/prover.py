@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from opacus_memprof.clipping.forwards.repetition import close
 from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
@@ -107,6 +108,14 @@ class Program:
         return [_detached(leaf) for leaf in leaves], structure
 
 
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers that a checkpoint of the module has, with their names."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -124,6 +133,8 @@ class Prover:
         self.trace: list[Layer | None] = []
         self.patterns: list[int] = []
         self.is_finite = True
+        self.draws = False
+        self._changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
     def mixing(self) -> list[Doubt]:
@@ -136,7 +147,7 @@ class Prover:
         leaves, structure = self.program.leaves()
         whole = torch.ones(batch, dtype=torch.bool)
         bases = {True: self._backward(leaves, structure, whole, True)}
-        self.trace, self.patterns = bases[True].trace, bases[True].patterns
+        self.trace, self.patterns, self.draws = bases[True].trace, bases[True].patterns, bases[True].draws
         # With gradients at outputs that have samples only, half of the time, no sample may get a gradient of another
         # sample.
         if bases[True].outputs and bases[True].has_shared:
@@ -176,6 +187,46 @@ class Prover:
             if not agree(base, other, kept, no_leak=not (shared and None in wheres)):
                 return True
         return False
+
+    def check_carried(self) -> None:
+        """Checks that no data of a batch stays in the module. Called after `mixing`.
+
+        A forward on these samples must have the same outputs after a forward on others, and leave the same buffers
+        behind.
+
+        Raises:
+            MixingError: it does not.
+        """
+        if not self._changes_state:
+            return
+        leaves, structure = self.program.leaves()
+
+        def after(first: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> list[tuple[str, torch.Tensor]]:
+            module = self.program.module
+            with self._running(RowRecorder(self.workspace)):
+                self._outputs(first, structure)
+                buffers = [(f"buffer {name}", x.detach().clone()) for name, x in saved_buffers(module)]
+                self.program.random.restore()
+                outputs, _ = self._outputs(leaves, structure)
+                return buffers + [("", x.detach()) for x in outputs]
+
+        kept = torch.zeros(self.program.batch, dtype=torch.bool)
+        own = after(leaves, structure, kept, True)
+        other = self._changed(after, leaves, structure, kept, 0, 0, True)
+        for (name, a), (_, b) in zip(own, other, strict=True):
+            if a.shape == b.shape and close(b, a):
+                continue
+            if name:
+                raise MixingError(
+                    f"the model's forward writes data of the batch into the {name}, which is saved with the model and "
+                    "is not private. Do not change it in training, or register it with persistent=False if the model "
+                    "does not need it."
+                )
+            raise MixingError(
+                "the model keeps data of a batch in an attribute or a buffer, and its next forward reads it, so that "
+                "a sample influences later steps without being clipped. Pass what is carried on as an argument, "
+                "or freeze the statistics."
+            )
 
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
         """Repeats `mixing` with a smaller batch, which has the first samples only.
@@ -271,8 +322,9 @@ class Prover:
         before = hooks.bookkeeping, hooks.batch, hooks.trace
         hooks.bookkeeping, hooks.batch, hooks.trace = bookkeeping, program.batch, []
         try:
-            with program.random.restored(), restoring_state(program.module), torch.enable_grad():
+            with program.random.restored(), restoring_state(program.module) as state, torch.enable_grad():
                 yield hooks.trace
+                self._changes_state = self._changes_state or state.has_changed()
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
 

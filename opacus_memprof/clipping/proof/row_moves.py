@@ -115,8 +115,11 @@ class _Modules:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks which tensors depend on the inputs, and counts operations that move their rows by an index.
 
-    Only indices that depend on the inputs count.
+    Only indices that depend on the inputs count. The operations inside of a higher-order operator, such as torch.cond,
+    are not seen.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, modules: _Modules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,10 +143,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._moves_rows(func, args, kwargs):
+        is_operator = isinstance(func, torch._ops.OpOverload)
+        if is_operator and self._moves_rows(func, args, kwargs):
             self.modules.count()
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__ if is_operator else ""
         if name.startswith(_CONSTANTS):
             return result
         # Python may have computed it from the inputs: a length that was read, a list that was sorted.

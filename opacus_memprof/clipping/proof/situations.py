@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.agreement import Agreement, Lockstep
 from opacus_memprof.clipping.arguments import Check, has_sums_checked
 from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
+from opacus_memprof.clipping.kernels.native import OperationLog
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
@@ -60,6 +61,8 @@ class Situation:
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
         traces: the orders of layer calls that are proved; see `order_of`.
         patterns: the patterns of proved forwards' autograd graphs, from their outputs; see `graph_patterns`.
+        operations: the operations that proved forwards have run, and their numbers.
+        draws: whether the forward draws random numbers.
         forwards: the number of forwards so far.
         share: the fraction of the batch that the proof used: less than 1 if memory was not enough for all.
         is_finite: whether all numbers in the proof were finite; otherwise the next forward repeats it.
@@ -71,6 +74,8 @@ class Situation:
     wheres: list[Arrangement | None]
     traces: list[Order] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
+    operations: OperationLog = field(default_factory=OperationLog)
+    draws: bool = False
     forwards: int = 0
     share: float = 1.0
     is_finite: bool = True
@@ -272,11 +277,14 @@ class Situations:
         doubts = prover.mixing()
         if doubts:
             return doubts
+        if not self.units.is_sharded:
+            prover.check_carried()
         real = self._prover(probe, situation, random, probe.leaves, batch) if count > batch else prover
         doubts = [] if self.units.is_sharded else real.sums()
         if real is not prover:
             real.follow()
         situation.traces, situation.patterns = [order_of(real.trace)], set(real.patterns)
+        situation.draws = prover.draws
         situation.share = min(1.0, count / batch)
         situation.is_finite = real.is_finite
         return doubts

@@ -193,12 +193,13 @@ def _program(name: str) -> Program:
 
 
 def _seen_by_a_check() -> Program:
-    """A number that no situation has and that changes no operation. Only the second step's check of mixing sees it."""
+    """A number in memory that the program shares with a tensor. Only the second step's check of mixing sees it."""
     unseen = ctypes.c_double(0.0)
+    share = torch.frombuffer(unseen, dtype=torch.float64)
 
     def built() -> Between:
         unseen.value = 0.0
-        return Between(lambda m, h: h - unseen.value * h.detach().mean(0))
+        return Between(lambda m, h: h - share * h.detach().mean(0))
 
     return Program(
         "hidden_unseen_number_mixes_at_a_check",

@@ -285,6 +285,29 @@ PROGRAMS = [
         for size, tokens in ((4, 4), (4, 5))
     ),
     Program(
+        "outputs_without_samples",
+        _graph(lambda m, x: _plain(m, x).mean(0)),
+        of_shape(5, 6),
+        "refused",
+        lambda model, batch: model(batch["x"]).square().sum(),
+        _MEAN,
+    ),
+    Program(
+        "outputs_without_samples_averaged",
+        _graph(lambda m, x: _plain(m, x).square().mean(0)),
+        of_shape(5, 6),
+        "exact",
+        lambda model, batch: model(batch["x"]).sum(),
+        _MEAN,
+    ),
+    Program(
+        "outputs_tokens_in_the_place_of_samples",
+        _graph(lambda m, x: m.last(torch.tanh(m.first(x)).transpose(0, 1)).mean(1)),
+        of_shape(6, 6, 6),
+        "refused",
+        lambda model, batch: model(batch["x"]).square().sum(),
+    ),
+    Program(
         "outputs_mean_of_mixed",
         _graph(lambda m, x: _mixed(m, x).square().mean()),
         _unit_scales(6, 6),

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Recognizes whether a forward has run the operations, with the numbers, of forwards that are
+// proved.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace opacus_memprof::clipping {
+
+// The operations of proved forwards. An operation is known by its operator and the two before it,
+// so that a loop over more tokens runs the same ones. Its numbers are its arguments that are
+// floating point or flags, the numbers that Python multiplies by or adds, and dimensions. All that
+// a program reads to compute (a file, the time, a global variable) comes through operations and
+// their numbers, or through the values of tensors.
+class OperationLog {
+ public:
+  OperationLog() = default;
+  OperationLog(const OperationLog&) = delete;
+  OperationLog& operator=(const OperationLog&) = delete;
+  ~OperationLog();
+
+  // Records the operations that this thread runs until `end`.
+  void begin();
+
+  // Ends the record. Returns whether it has unknown operations or numbers. Where forwards draw
+  // random numbers, parts of them may be skipped, so that equal operations are not told apart by
+  // their order.
+  bool end(bool is_ordered);
+
+  // Adds the last record to the known operations.
+  void learn();
+
+ private:
+  struct Numbers {
+    std::unordered_set<std::uint64_t> values;
+    int changes = 0;  // forwards that were not the first, and had a new value
+  };
+  struct Operation {
+    std::uint64_t context;  // its operator and the two before it
+    std::uint64_t numbers;  // 0 if it has none
+  };
+
+  static std::unique_ptr<at::ObserverContext> record(const at::RecordFunction& operation);
+
+  [[nodiscard]] bool is_unknown(std::uint64_t key, std::uint64_t value) const;
+  [[nodiscard]] bool has_unknown(bool is_ordered) const;
+
+  bool is_recording_ = false;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+  std::uint64_t before_ = 0;
+  std::uint64_t before_that_ = 0;
+  std::uint64_t sequence_ = 0;  // of all operations and numbers
+  std::vector<Operation> last_;
+
+  std::unordered_set<std::uint64_t> sequences_;  // found to be known, so that they need no search
+  std::unordered_set<std::uint64_t> contexts_;
+  std::unordered_map<std::uint64_t, Numbers> numbers_;  // by context, and by ordinal
+};
+
+}  // namespace opacus_memprof::clipping
