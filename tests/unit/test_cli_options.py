@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are the same with - and with _, for every command; a script's own stay as they are."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_lora_rank_without_adapters_is_warned_of(more: list[str], warns: bool)
 def test_experiments_lists_its_methods_before_it_trains(
     named: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cli.experiments.__globals__, "_run", lambda *arguments: print("training"))
+    monkeypatch.setattr(sys.modules["opacus_memprof.cli.experiments"], "_run", lambda *arguments: print("training"))
     ran = CliRunner().invoke(cli.app, ["experiments", "--config", "tiny", *named])
     assert ran.exit_code == 0
     listed = ran.output.splitlines()
