@@ -302,7 +302,7 @@ def test_a_tracker_by_its_name_gets_every_step(monkeypatch: pytest.MonkeyPatch) 
         import mlflow
 
         assert mlflow.active_run().info.run_id
-        assert mlflow.last_active_run().data.metrics[name] == size
+        assert mlflow.get_run(mlflow.active_run().info.run_id).data.metrics[name] == size
         mlflow.end_run()
 
 
