@@ -19,10 +19,12 @@ GPU_ONLY = "with_deepspeed"  # compiles code of its own on a CPU
 
 
 def needs(recipe: Path) -> list[str]:
-    """The packages that a recipe imports and this environment lacks."""
-    tree = ast.parse(recipe.read_text(encoding="utf-8"))
+    """The packages that a recipe imports, also through transformers, and this environment lacks."""
+    text = recipe.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    modules += ["bitsandbytes"] if "BitsAndBytesConfig" in text else []
     return sorted({name for module in modules if find_spec(name := module.partition(".")[0]) is None})
 
 
