@@ -63,7 +63,7 @@ def test_there_are_thirty_models() -> None:
     assert len(MODELS) >= 30
 
 
-CHANGES = ("checkpoint", "optimizer", "dtype", "lora", "sequence_length")
+CHANGES = ("checkpoint", "fused_attention", "optimizer", "dtype", "lora", "sequence_length")
 MODES = ("hooks", "flash_clip")
 
 

@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,17 @@ from opacus_memprof.clipping import adopt_grad_samples  # noqa: E402
 from opacus_memprof.pytest_plugin.clean_session import empty_caches  # noqa: E402
 from tests.estimated_models import MODELS, EstimatedModel  # noqa: E402
 from tests.models import MeanCrossEntropy  # noqa: E402
+from tests.planted_models import Attention  # noqa: E402
 
 LIMIT = 0.7  # of the peak in the mode hooks
+
+
+def fused_attention(module: Attention, x: torch.Tensor) -> torch.Tensor:
+    """The forward of Attention with the kernel that the change names."""
+    batch, length, width = x.shape
+    q, k, v = (part.view(batch, length, module.heads, -1).transpose(1, 2) for part in module.qkv(x).chunk(3, -1))
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return module.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 def train(chosen: EstimatedModel, mode: str, change: Change | None = None) -> None:
@@ -51,6 +61,9 @@ def train(chosen: EstimatedModel, mode: str, change: Change | None = None) -> No
         names = {"ids": inputs}
         exec(change.code, names)
         inputs, targets = names["ids"], targets[:, : names["ids"].shape[1]]
+    elif kind == "fused_attention":
+        for module in filter(lambda each: isinstance(each, Attention), model.modules()):
+            module.forward = partial(fused_attention, module)
     elif change and kind != "optimizer":
         names = {"model": model, "torch": torch}
         exec(change.code, names)
