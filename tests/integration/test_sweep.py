@@ -18,7 +18,6 @@ import pytest
 
 from opacus_memprof.cli import main
 from opacus_memprof.experiments.directory import Preset
-from opacus_memprof.profiles.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -282,7 +281,7 @@ def test_memory_that_runs_out_is_a_result(tmp_path: Path, monkeypatch: pytest.Mo
         parameters = (256 + length) * width + 2 * (12 * width**2 + 13 * width) + 2 * width + 3 * width
         assert peak["categories"]["model_parameters"] == 4 * parameters
         log = (results / "runs" / result["name"] / "log.txt").read_text()
-        assert f">   model loaded: {format_bytes(4 * parameters)} live\n" in log
+        assert f">   model loaded: {4 * parameters / 2**20:.2f} MB live\n" in log
         assert f">   {parameters:,} parameters, of which {parameters:,} are trained\n" in log
     failed = runs_out["out_of_memory"][0]
     assert failed["phase"] == "forward"
