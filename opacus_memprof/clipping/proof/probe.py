@@ -55,6 +55,7 @@ class Probe(SampleForwards):
         attach: called after `registry` has changed.
 
     Attributes:
+        refuses_writes: whether a forward that writes to parameters is refused. FSDP2's own forward does.
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
     """
 
@@ -71,6 +72,7 @@ class Probe(SampleForwards):
         super().__init__(model, hooks, args, kwargs, run_model)
         self.registry, self.attach = registry, attach
         self.wheres: list[Arrangement | None] = []
+        self.refuses_writes = False
         self._inside = set(model.modules())
 
     def layouts(self) -> dict[Layer, Layout]:
@@ -99,7 +101,7 @@ class Probe(SampleForwards):
         """Returns the outputs of the first samples after the model has run on all samples of the probe."""
         # A model may need its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
-        guard = nullcontext() if self.registry.is_sharded else _WriteGuard(self.model)
+        guard = _WriteGuard(self.model) if self.refuses_writes else nullcontext()
         for self.samples in (SAMPLES, in_order):
             try:
                 with guard:

@@ -153,6 +153,7 @@ class Situations:
 
         hooks.plain = {}
         probe = Probe(entry, self.units, hooks, args, kwargs, run, self._units_changed)
+        probe.refuses_writes = self.check != "off" and not self.units.is_sharded
         with self._proving(entry):
             situation = self._situation(probe)
             if self.check == "off":
