@@ -106,18 +106,25 @@ def failure_verdict(report: OomReport) -> VerdictView:
     """Returns the verdict on a failed allocation: the missing memory, and changes that fit."""
     request = report.request
     what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
-    moment = format_moment(request.phase, request.step, request.logical_step)
     fixes = [_suggestion(each) for each in select_suggestions(report.suggestions)[:_MOST_FIXES]]
     return VerdictView(
         outcome="failed",
         headline="OUT OF MEMORY",
-        where=f"in {moment}, {report.device}",
+        where=f"{failure_moment(report)}, {report.device}",
         lines=[("", f"{format_bytes(request.bytes)} of {what} failed"), ("", " · ".join(_needs(report)))],
         heading="FIX" if fixes else "No known change would make it fit.",
         fixes=fixes,
         device=report.device,
         command=report.plan or "",
     )
+
+
+def failure_moment(report: OomReport) -> str:
+    """Returns when an allocation failed: "in backward of step 5"."""
+    request = report.request
+    if request.phase == "idle" and request.step == 0 and report.batch.samples is None:
+        return "before the first training step"
+    return f"in {format_moment(request.phase, request.step, request.logical_step)}"
 
 
 def select_suggestions(suggestions: Sequence[SuggestedChange]) -> Sequence[SuggestedChange]:
@@ -174,6 +181,9 @@ def _needs(report: OomReport) -> list[str]:
         parts.append(f"room for {format_bytes(usable)}")
         if needed > usable:
             parts.append(f"short by {format_bytes(needed - usable)}")
+        elif room.may_reserve_bytes is not None:
+            was_free_again = any(each.kind == "other_processes" for one in report.suggestions for each in one.actions)
+            parts[-1] += " a moment later" if was_free_again else " in fragments"
     return parts
 
 

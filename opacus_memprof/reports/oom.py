@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from opacus_memprof.analysis.profile_view import unattributed_parts
-from opacus_memprof.analysis.verdict_view import select_suggestions
+from opacus_memprof.analysis.verdict_view import failure_moment, select_suggestions
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
 from opacus_memprof.profiles.profile import virtual_mark
-from opacus_memprof.profiles.units import format_bytes, format_count, format_moment
+from opacus_memprof.profiles.units import format_bytes, format_count
 from opacus_memprof.reports.html import build_page
 from opacus_memprof.reports.text import print_unattributed, table_of
 
@@ -43,9 +43,8 @@ def headline(report: OomReport) -> str:
     what = request.category.replace("_", " ")
     module = f" of {request.module}" if request.module else ""
     op = f" ({request.op})" if request.op else ""
-    moment = format_moment(request.phase, request.step, request.logical_step)
     return (
-        f"{report.device}: {format_bytes(request.bytes)} of {what}{module}{op} in {moment}, with "
+        f"{report.device}: {format_bytes(request.bytes)} of {what}{module}{op} {failure_moment(report)}, with "
         f"{format_bytes(report.live_bytes)} live"
     )
 

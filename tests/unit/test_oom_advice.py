@@ -9,10 +9,12 @@ import pytest
 from rich.console import Console
 
 from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.analysis.verdict_view import failure_verdict
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
+from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.reports.oom import exception_note, print_oom
 
-G = 2**30
+M, G = 2**20, 2**30
 DEVICE = 80 * G
 
 
@@ -113,6 +115,46 @@ def test_another_process() -> None:
     assert report["suggestions"][0]["fits"]
     alone = failure(10 * G, [holding("teacher", 78 * G, step=0, phase="idle")], device_free=2 * G, device_total=DEVICE)
     assert build_report([alone], TrainingShapes())["suggestions"] == []
+
+
+def before_training(requested: int, live: int = 93 * M, **upstream: int) -> OomReport:
+    kept = [holding("teacher", live, step=0, phase="idle")]
+    failed = failure(requested, kept, device_total=DEVICE, **upstream) | {"step": 0, "logical_step": 0, "phase": "idle"}
+    return build_report([failed], TrainingShapes())
+
+
+def test_memory_that_was_free_again() -> None:
+    """Another process has freed memory between the failure and the moment when the device is asked."""
+    report = before_training(64 * M, reserved=94 * M, device_free=80 * M)
+    verdict = failure_verdict(report)
+    assert verdict.where == "before the first training step, cuda:0"
+    assert verdict.lines[1][1] == "needs 157.00 MiB · room for 166.98 MiB a moment later"
+    assert first(report)["kind"] == "other_processes"
+    assert "80.00 MiB were free a moment after the allocation of 64.00 MiB failed" in verdict.fixes[0].title
+    assert (verdict.fixes[0].effect, verdict.fixes[0].peak) == ("fits", "157.00 MiB")
+
+
+def test_few_fragments_where_the_step_would_fit() -> None:
+    """The allocator takes 20 MiB for a block of 5 MiB, and the device has 19."""
+    report = before_training(5 * M, reserved=94 * M, device_free=19 * M)
+    assert first(report)["kind"] == "allocator_setting"
+    assert failure_verdict(report).lines[1][1].endswith(" in fragments")
+
+
+@pytest.mark.parametrize(
+    ("requested", "free", "again"),
+    [
+        (M, 2 * M, True),
+        (M, 2 * M - 1, False),
+        (5 * M, 20 * M, True),
+        (5 * M, 20 * M - 1, False),
+        (21 * M, 22 * M, True),
+        (21 * M, 22 * M - 1, False),
+    ],
+)
+def test_the_allocator_takes_whole_blocks_of_the_device(requested: int, free: int, again: bool) -> None:
+    report = before_training(requested, live=9 * M, device_free=free)
+    assert [each.title.partition(" ")[0] for each in report.suggestions] == ["running"] * again
 
 
 def test_a_limit_of_the_process_is_no_other_process() -> None:

@@ -16,6 +16,7 @@ from opacus_memprof.profiles.oom_report import RoomBytes
 ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
 MARGIN = 0.03  # the part of the reservable memory that predictions leave free
 _BLOCK = 2 * 2**20  # the caching allocator takes whole blocks of this size from the device
+_SMALL, _MEDIUM, _SEGMENT = 2**20, 10 * 2**20, 20 * 2**20  # up to _SMALL it takes one, from there to _MEDIUM _SEGMENT
 _WORTH_A_SUGGESTION = 64 * 2**20
 CONTEXT = 600 * 2**20  # the most that this process' own CUDA context takes of `others`
 # Blocks of these categories are allocated by a step and freed by the next, unless a reference keeps them alive.
@@ -216,9 +217,27 @@ def device_memory_at(failure: Failure) -> DeviceMemory:
     )
 
 
-def is_fragmented(memory: DeviceMemory, failure: Failure) -> bool:
-    """Returns whether cached and unreserved memory would have been enough together, but no single block was."""
-    if memory.cached is None or memory.unreserved is None or memory.cached < _WORTH_A_SUGGESTION:
+def was_free_again(memory: DeviceMemory, failure: Failure) -> bool:
+    """Returns whether the device had the memory that failed, when it was asked a moment later.
+
+    The allocator tries with all of the device's free memory before it fails: another process has freed some since.
+    """
+    size = int(failure.requested * memory.rounding)
+    segment = _BLOCK if size <= _SMALL else _SEGMENT if size < _MEDIUM else -(-size // _BLOCK) * _BLOCK
+    return memory.unreserved is not None and segment <= memory.unreserved
+
+
+def is_fragmented(memory: DeviceMemory, failure: Failure, needed: int) -> bool:
+    """Returns whether cached and unreserved memory would have been enough together, but no single block was.
+
+    Args:
+        memory: of the device.
+        failure: the failure.
+        needed: the peak of the step. A few fragments count only if this fits.
+    """
+    if memory.cached is None or memory.unreserved is None or was_free_again(memory, failure):
+        return False
+    if memory.cached < _WORTH_A_SUGGESTION and needed > (memory.capacity or 0):
         return False
     return memory.cached + memory.unreserved >= failure.requested * memory.rounding and not memory.free_expandable
 

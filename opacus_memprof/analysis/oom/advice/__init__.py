@@ -23,6 +23,7 @@ __all__ = ["Suggestion", "advise"]
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
     waste.release_models,
+    waste.run_again,
     waste.expandable_segments,
     waste.other_processes,
     waste.drop_unused_gradients,

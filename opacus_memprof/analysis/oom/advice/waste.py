@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from opacus_memprof.analysis.findings import MATERIAL, earlier_models, largest, model_of
 from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
-from opacus_memprof.analysis.oom.failure import CONTEXT, MARGIN, is_crowded_by_others, is_fragmented, sum_by
+from opacus_memprof.analysis.oom.failure import (
+    CONTEXT,
+    MARGIN,
+    is_crowded_by_others,
+    is_fragmented,
+    sum_by,
+    was_free_again,
+)
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
 from opacus_memprof.profiles.oom_report import Action
@@ -128,10 +135,9 @@ def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
 
 def expandable_segments(case: Case) -> Iterator[Suggestion]:
     """Suggests expandable segments if memory is fragmented: they grow and shrink by pages, and hardly fragment."""
-    memory = case.memory
-    if not is_fragmented(memory, case.failure) or memory.may_reserve is None:
+    memory, instant = case.memory, case.peak()
+    if not is_fragmented(memory, case.failure, instant.bytes) or memory.may_reserve is None:
         return
-    instant = case.peak()
     yield Suggestion(
         actions=(Action(kind="allocator_setting", value="expandable_segments:True"),),
         title="expandable segments",
@@ -170,5 +176,27 @@ def other_processes(case: Case) -> Iterator[Suggestion]:
         peak=instant.bytes,
         saved=memory.others,
         fits=instant.bytes * memory.rounding <= without_others * (1 - MARGIN),
+        change=SETTING,
+    )
+
+
+def run_again(case: Case) -> Iterator[Suggestion]:
+    """Suggests running again if the memory that failed was free a moment later: another process used it."""
+    memory, requested = case.memory, case.failure.requested
+    instant = case.peak()
+    if not was_free_again(memory, case.failure) or not case.fits(instant.bytes):
+        return
+    free = format_bytes(memory.unreserved or 0)
+    yield Suggestion(
+        actions=(Action(kind="other_processes", bytes=memory.others or 0, lacking_bytes=0),),
+        title=f"running it again without other processes on this device: {free} were free a moment after the "
+        f"allocation of {format_bytes(requested)} failed, so another process has freed memory",
+        code="nvidia-smi  # shows the processes that are there now",
+        computed=f"before it fails, the allocator tries with all free memory of the device, and {free} were free when "
+        f"the device was asked afterwards. Fragments are not the cause: {format_bytes(memory.cached or 0)} were "
+        f"reserved and free. Others use {format_bytes(memory.others or 0)}: {format_sum(instant)}",
+        peak=instant.bytes,
+        saved=requested,
+        fits=True,
         change=SETTING,
     )
