@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainings that are run on the real GPU and on the virtual one. Knows no torch."""
+"""The trainings that are run on the real GPU and on the virtual one: a list, and drawn ones. Knows no torch."""
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass
+
+from benchmarks.virtual_gpu import convolution_cases
 
 
 @dataclass(frozen=True)
@@ -11,11 +15,14 @@ class Case:
     """One training of three logical steps.
 
     Attributes:
-        model: a name in virtual_gpu_models.MODELS.
+        model: a name that models.py knows.
         mode: "vanilla" or Opacus' grad_sample_mode, flash_clip among them.
         clipping: Opacus' clipping.
         checkpoint: "", "reentrant" or "new": the blocks are computed again in backward.
         autocast: "", "bf16" or "fp16" (with a GradScaler).
+        pure: "", "bf16" or "fp16": the type of the parameters and the inputs.
+        tf32: whether convolutions in fp32 may use TF32, as torch lets them.
+        benchmark: cudnn.benchmark.
         physical: samples of a physical batch under BatchMemoryManager; 0 is without.
         accumulate: batches that make one step.
         workers: processes that load data, into pinned memory.
@@ -32,6 +39,9 @@ class Case:
     clipping: str = "flat"
     checkpoint: str = ""
     autocast: str = ""
+    pure: str = ""
+    tf32: bool = True
+    benchmark: bool = False
     poisson: bool = False
     physical: int = 0
     accumulate: int = 1
@@ -125,3 +135,42 @@ CASES = (
 )
 
 BY_NAME = {case.name: case for case in CASES}
+MOST_BYTES = 1 << 30  # of a drawn batch's activations, of its per-sample gradients, and of its unfolded inputs
+MOST_PRODUCTS = 1 << 40
+
+
+def drawn(seed: int, number: int) -> Case:
+    """Draws a training of a convolutional network, the same one each time for the same two numbers."""
+    model = f"drawn {seed} {number}"
+    randomly = random.Random(model)
+    network = convolution_cases.network(randomly)
+    mode = randomly.choice(("vanilla", "vanilla", "hooks", "ghost", "flash_clip"))
+    private = mode != "vanilla"
+    outputs, weights, unfolded, products = 0, 0, 0, 0
+    for conv in network:
+        places, taps = math.prod(conv.output()[2:]), math.prod(conv.weight[2:])
+        outputs += math.prod(conv.output())
+        weights += math.prod(conv.weight)
+        unfolded = max(unfolded, places * taps * conv.input[1])
+        products += math.prod(conv.input if conv.transposed else conv.output()) * math.prod(conv.weight[1:])
+    most = min(MOST_BYTES // (16 * outputs), MOST_PRODUCTS // products)
+    if private:
+        most = min(most, MOST_BYTES // (4 * weights), MOST_BYTES // (4 * unfolded))
+    numbers = randomly.choice(("tf32", "tf32", "fp32", "autocast bf16", "autocast fp16", "bf16", "fp16"))
+    most = max(1, min(most, 300))
+    batch = randomly.randint(most // 4 + 1, most)
+    last, benchmark = len(network[0].input) > 3 and randomly.random() < 0.3, randomly.random() < 0.2
+    words = [model, mode, numbers, f"batch {batch}", *["channels last"] * last, *["benchmark"] * benchmark]
+    *auto, kind = numbers.split()
+    return Case(
+        ", ".join(words), model, mode, batch, autocast=kind if auto else "", tf32=kind != "fp32",
+        pure="" if auto or kind in ("tf32", "fp32") else kind, channels_last=last, benchmark=benchmark,
+    )  # fmt: skip
+
+
+def named(name: str) -> Case:
+    """Returns the case of the list, or the drawn one, that has this name."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    _, seed, number = name.partition(",")[0].split()
+    return drawn(int(seed), int(number))

@@ -141,6 +141,40 @@ def grid(randomly: random.Random) -> Iterator[Conv]:
         )  # fmt: skip
 
 
+def network(randomly: random.Random) -> list[Conv]:
+    """Draws a network: convolutions of all kinds over one sample, each of what the one before it gives."""
+    dims = randomly.choice((1, 2, 2, 3))
+    sides = tuple(randomly.randint(*{1: (200, 8000), 2: (21, 140), 3: (9, 40)}[dims]) for _ in range(dims))
+    sizes, convs = (1, randomly.choice((1, 3, 3, 4, 12)), *sides), list[Conv]()
+    length = randomly.randint(2, 5)
+    kernels = {1: (1, 2, 3, 3, 5, 8, 10), 2: (1, 2, 3, 3, 4, 5, 7), 3: (1, 2, 3, 3)}[dims]
+    while len(convs) < length:
+        inside = sizes[1]
+        kind = randomly.choice(("plain", "plain", "strided", "dilated", "transposed", "grouped", "depthwise"))
+        groups = {"grouped": randomly.choice((2, 4)), "depthwise": inside}.get(kind, 1)
+        outside = randomly.choice((8, 20, 32, 36, 64, 72, 96, 100, 128, 160, 256, 384))
+        if kind == "depthwise":
+            outside = inside * randomly.choice((1, 1, 2) if inside > 4 else (8, 16))
+        kernel = tuple(randomly.choice(kernels) for _ in range(dims))
+        stride = randomly.choice((2, 2, 3)) if kind in ("strided", "transposed") else 1
+        dilation = randomly.choice((2, 3)) if kind == "dilated" else 1
+        weight = (inside, outside) if kind == "transposed" else (outside, inside // groups)
+        conv = Conv(
+            sizes, (*weight, *kernel), (stride,) * dims, tuple(randomly.choice((0, k // 2)) for k in kernel),
+            (dilation,) * dims, groups, kind == "transposed", "tf32", False,
+        )  # fmt: skip
+        output = conv.output()
+        if (
+            not inside % groups
+            and min(output) > 0
+            and _product(output) < 1_000_000
+            and _product(conv.weight) < 2_000_000
+        ):
+            convs.append(conv)
+            sizes = output
+    return convs
+
+
 def cases(most: int) -> list[Conv]:
     """At most `most` convolutions, the most important first."""
     from benchmarks.virtual_gpu.convolution_networks import COMMON, OTHERS, SMALL, shapes_of  # loads torch

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.clipping.models import resnet as resnet_of_bottlenecks
+from benchmarks.virtual_gpu import convolution_cases
 from opacus_memprof.experiments.models import Logits, Transformer, replace_conv1d
 
 CLASSES = 10
@@ -362,6 +364,37 @@ def pixels(size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda n: (torch.randn(n, 3, size, size), torch.randint(CLASSES, (n, size * size)))
 
 
+class Drawn(nn.Sequential):
+    """The network that cases.drawn has drawn: its convolutions, some with a norm, and a classifier."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.convs = convolution_cases.network(random.Random(name))
+        dims = len(self.convs[0].stride)
+        for number, conv in enumerate(self.convs):
+            suffix = f"{'Transpose' * conv.transposed}{dims}d"
+            inside, outside = conv.input[1], conv.output()[1]
+            self.append(
+                getattr(nn, f"Conv{suffix}")(
+                    inside,
+                    outside,
+                    conv.weight[2:],
+                    conv.stride,
+                    conv.padding,
+                    dilation=conv.dilation,
+                    groups=conv.groups,
+                )
+            )
+            if number % 2:
+                self.append(nn.GroupNorm(4, outside))
+            self.append(nn.ReLU())
+        pool = getattr(nn, f"AdaptiveAvgPool{dims}d")(1)
+        self.extend([pool, nn.Flatten(), nn.Linear(self.convs[-1].output()[1], CLASSES)])
+
+    def data(self, n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, *self.convs[0].input[1:]), torch.randint(CLASSES, (n,))
+
+
 def _gpt(vocabulary: int = 16000, width: int = 512, layers: int = 6, length: int = 256) -> Callable[[], nn.Module]:
     return lambda: Transformer(vocabulary, width, layers, 8, length)
 
@@ -393,3 +426,12 @@ MODELS = {
     "audio": Model(audio, lambda n: (torch.randn(n, 1, 16000), torch.randint(CLASSES, (n,)))),
     "unet": Model(UNet, pixels(64)),
 }
+
+
+def named(name: str) -> Model:
+    """Returns the model of the list, or the drawn one, that has this name."""
+    if name in MODELS:
+        return MODELS[name]
+    with torch.device("meta"):
+        shapes = Drawn(name)
+    return Model(lambda: Drawn(name), shapes.data)

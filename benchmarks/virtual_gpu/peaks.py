@@ -4,6 +4,7 @@
     python -m benchmarks.virtual_gpu.peaks --output DIR                   # on a machine with the GPU
     python -m benchmarks.virtual_gpu.peaks --output DIR --only ghost T5   # cases with "ghost" or "T5" in the name
     python -m benchmarks.virtual_gpu.peaks --output DIR --side virtual    # the other half, perhaps on another machine
+    python -m benchmarks.virtual_gpu.peaks --output DIR --drawn 60 --seed 7   # convolutional trainings drawn at random
 
 Every run is a process of its own under a profiling session. Those on the real GPU share it, a few at a time; those on
 the virtual one run side by side on the CPU's cores. Each is appended to DIR/runs.jsonl as it ends, and a run that is
@@ -27,7 +28,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from benchmarks.virtual_gpu.cases import CASES, Case
+from benchmarks.virtual_gpu.cases import CASES, Case, drawn
 
 SIDES = ("real", "virtual")
 TIMEOUT_S = 240
@@ -215,7 +216,7 @@ def markdown(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
 def write_table(runs: Runs, args: argparse.Namespace) -> None:
     path = args.output / "virtual_gpu.json"
     before = {row["case"]: row for row in json.loads(path.read_text())["rows"]} if path.is_file() else {}
-    compared = [compare(case, runs, args.temporary, before.get(case.name, {})) for case in CASES]
+    compared = [compare(case, runs, args.temporary, before.get(case.name, {})) for case in args.cases]
     rows = [row for row in compared if row]
     named = ("gpu", "total_memory", "driver", "torch", "cuda", "cudnn", "opacus", "python")
     measured = [result for (_, side), result in runs.found.items() if result["ok"] and side == "real"]
@@ -238,15 +239,18 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--kind", default="h200", help="the virtual GPU (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases with one of these in their name")
+    parser.add_argument("--drawn", type=int, metavar="COUNT", help="this many drawn convolutional trainings instead")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws others (default: %(default)s)")
     parser.add_argument("--side", choices=SIDES, help="this half alone")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 4), help="virtual runs at once")
-    parser.add_argument("--real-jobs", type=int, default=3, help="runs at once on the real GPU (default: %(default)s)")
+    parser.add_argument("--real-jobs", type=int, help="runs at once on the real GPU (default: 3, of drawn ones 6)")
     parser.add_argument("--temporary", type=Path, help="for profiles and logs (default: a new folder)")
     return parser
 
 
 def main() -> None:
     args = arguments().parse_args()
+    args.cases = [drawn(args.seed, number) for number in range(args.drawn)] if args.drawn else CASES
     args.temporary = args.temporary or Path(tempfile.mkdtemp(prefix="virtual_gpu_"))
     args.output.mkdir(parents=True, exist_ok=True)
     args.temporary.mkdir(parents=True, exist_ok=True)
@@ -256,9 +260,12 @@ def main() -> None:
         raise SystemExit("there is no GPU here: run the half that needs none with --side virtual")
     measured = [result["total_memory"] for (_, side), result in runs.found.items() if side == "real" and result["ok"]]
     args.memory = args.memory or next(iter(measured), 0)
-    pools = {"real": ThreadPoolExecutor(args.real_jobs), "virtual": ThreadPoolExecutor(args.jobs)}
+    pools = {
+        "real": ThreadPoolExecutor(args.real_jobs or (6 if args.drawn else 3)),
+        "virtual": ThreadPoolExecutor(args.jobs),
+    }
     waiting: list[Future[None]] = []
-    for case in CASES:
+    for case in args.cases:
         for side in [args.side] if args.side else SIDES:
             enough = side == "virtual" or case.ranks <= count
             chosen = any(text in case.name for text in args.only)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.virtual_gpu.cases import Case
-from benchmarks.virtual_gpu.models import MODELS, MeanCrossEntropy, checkpoint_blocks
+from benchmarks.virtual_gpu.models import MeanCrossEntropy, checkpoint_blocks, named
 from opacus_memprof import PrivacyEngine, Session
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,11 +33,15 @@ ADAPTIVE = {
 def train(case: Case, device: torch.device, session: Session) -> None:
     """Trains the case's steps. Model and batches come from seeds, on the CPU."""
     torch.manual_seed(0)
-    module = MODELS[case.model].build().train()
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = case.tf32, case.benchmark
+    module = named(case.model).build().train()
     if case.checkpoint:
         checkpoint_blocks(module, reentrant=case.checkpoint == "reentrant")
-    layout = torch.channels_last if case.channels_last else torch.preserve_format
-    module = wrap(case, module.to(device, memory_format=layout))
+    if case.channels_last:
+        module = module.to(
+            memory_format=channels_last(next(module.parameters()))
+        )  # a network's first is a convolution's
+    module = wrap(case, module.to(device, TYPES.get(case.pure)))
     loader = batches(case)
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer: Any = make_optimizer(case, parameters)
@@ -136,7 +140,7 @@ def make_optimizer(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Op
 
 def batches(case: Case) -> DataLoader[Any]:
     """One epoch is the whole training. Poisson sampling draws from the loader's own generator, on the CPU."""
-    inputs, targets = MODELS[case.model].data(case.batch * case.steps * case.accumulate)
+    inputs, targets = named(case.model).data(case.batch * case.steps * case.accumulate)
     return DataLoader(
         TensorDataset(inputs, targets),
         batch_size=case.batch,
@@ -158,8 +162,12 @@ def physical_batches(case: Case, loader: Any, optimizer: Any) -> Iterator[Any]:
 
 def moved(case: Case, inputs: torch.Tensor, device: torch.device) -> torch.Tensor:
     if case.channels_last:
-        return inputs.to(device, memory_format=torch.channels_last)
-    return inputs.to(device, non_blocking=True)
+        inputs = inputs.to(device, memory_format=channels_last(inputs))
+    return inputs.to(device, TYPES.get(case.pure), non_blocking=True)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
 
 
 def autocast(case: Case) -> AbstractContextManager[Any]:

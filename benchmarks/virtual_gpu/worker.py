@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.virtual_gpu.cases import BY_NAME, Case
+from benchmarks.virtual_gpu.cases import Case, named
 
 STARTED = time.perf_counter()
 PEAKS = {
@@ -135,7 +135,7 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=BY_NAME, metavar="CASE")
+    parser.add_argument("case", type=named, metavar="CASE")
     parser.add_argument("--result", required=True)
     parser.add_argument("--profile", required=True)
     parser.add_argument("--virtual", metavar="KIND", help="a virtual GPU, instead of the one that is there")
@@ -146,7 +146,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = arguments().parse_args()
-    case = BY_NAME[args.case]
+    case: Case = args.case
     if case.settings:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = case.settings  # before torch reads it
     warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions computed in another layout than their tensors have are recognized.
+"""Convolutions computed in another layout than their tensors have are recognized; random ones are drawn as they say.
 
 The cases are the ones that benchmarks/virtual_gpu/convolution_workspace.py measured on an H200. A stand-in replaces the
 tensors.
@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.virtual_gpu.cases import drawn, named
+from benchmarks.virtual_gpu.models import named as model_named
 from opacus_memprof.hooks.shapes import needs_layout_copy
 
 CONVOLUTION = nn.Conv2d(16, 32, 3)
@@ -64,3 +66,22 @@ def test_onednn() -> None:
     assert not needs_layout_copy(CONVOLUTION, CONVOLUTION(last))
     with torch.backends.mkldnn.flags(enabled=False):
         assert not needs_layout_copy(CONVOLUTION, CONVOLUTION(x))
+
+
+def test_a_drawn_training_is_the_same_by_its_name_and_other_seeds_draw_others() -> None:
+    cases = [drawn(7, number) for number in range(40)]
+    assert [named(case.name) for case in cases] == cases
+    assert {case.mode for case in cases} == {"vanilla", "hooks", "ghost", "flash_clip"}
+    assert {case.batch for case in cases} != {drawn(8, number).batch for number in range(40)}
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_drawn_network_has_the_sizes_that_were_drawn(number: int) -> None:
+    model = model_named(f"drawn 7 {number}")
+    with torch.device("meta"):
+        network, (inputs, _) = model.build(), model.data(2)
+        convolutions = [part for part in network if isinstance(part, nn.modules.conv._ConvNd)]
+        for part, conv in zip(convolutions, network.convs, strict=True):
+            assert part.weight.shape == conv.weight
+            inputs = part(inputs)
+            assert inputs.shape == (2, *conv.output()[1:])
