@@ -19,7 +19,7 @@ from opacus_memprof.experiments.models import Logits, Transformer
 
 @dataclass(frozen=True)
 class Published:
-    """Time and peak relative to training without privacy, as others or earlier runs give them; None: not given."""
+    """Time and peak relative to training without privacy, as others give them; None: not given."""
 
     time_ratio: float | None
     peak_ratio: float | None
@@ -121,7 +121,6 @@ BOOK_KEEPING = "book-keeping (arXiv 2210.00038)"
 # Batches and examples per second are the figure's, which is assets/nlp.png of fastDP's repository; examples of 100
 # tokens, and GPT-2 by its size, are its examples/table2text/run.sh.
 FIGURE = "its Figure 4, on an A100 of 40 GB"
-EARLIER = "an earlier version of this benchmark, on an H200"
 SMALL_GPT = Config("small GPT", lambda: Transformer(31, 16, 2, 2, 12), 3, 12, 31)
 SMALL_GPT2 = Config("small GPT-2", gpt2(12, n_embd=16, n_layer=2, n_head=2, vocab_size=31), 3, 12, 31)
 SMALL_VIT = Config(
@@ -174,7 +173,7 @@ def _llama_8b(lora_rank: int, tokens: int) -> RivalConfig:
 SHARDED_CONFIGS = [_llama_8b(lora_rank, tokens) for tokens in (4096, 16384) for lora_rank in (16, 0)]
 
 
-def _long_gpt2(tokens: int, fastdp: float | None) -> RivalConfig:
+def _long_gpt2(tokens: int) -> RivalConfig:
     config = Config(
         f"gpt2_T{tokens}_B1_bf16",
         lambda: Transformer(50257, 768, 12, 12, tokens),
@@ -183,8 +182,7 @@ def _long_gpt2(tokens: int, fastdp: float | None) -> RivalConfig:
         50257,
         torch.bfloat16,
     )
-    published = {} if fastdp is None else {"fastDP MixOpt": Published(fastdp, None, EARLIER)}
-    return RivalConfig(config, SMALL_GPT, "FlashNorm", published)
+    return RivalConfig(config, SMALL_GPT, "FlashNorm")
 
 
 CONFIGS = [
@@ -207,10 +205,10 @@ CONFIGS = [
         BOOK_KEEPING,
         {"fastDP MixOpt": Published(148 / 119, None, FIGURE), "GhostClip": Published(148 / 91, None, FIGURE)},
     ),
-    _long_gpt2(4096, 2.53),
-    _long_gpt2(8192, None),
-    _long_gpt2(16384, 1.48),
-    _long_gpt2(32768, None),
+    _long_gpt2(4096),
+    _long_gpt2(8192),
+    _long_gpt2(16384),
+    _long_gpt2(32768),
     RivalConfig(
         Config("resnet50_224_B32_fp32", resnet, 32, 0, 1000, image=224),
         Config("small ResNet", lambda: resnet((1,), 5), 2, 0, 5, image=16),
@@ -220,7 +218,6 @@ CONFIGS = [
         Config("vit_b16_B64_fp32", vit(), 64, 0, 1000, image=224),
         SMALL_VIT,
         BOOK_KEEPING,
-        {"fastDP MixOpt": Published(1.74, None, EARLIER)},
     ),
     SHARDED_CONFIGS[0],
 ]

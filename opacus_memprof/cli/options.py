@@ -349,9 +349,9 @@ class RunningOptions:
     executor: Annotated[
         str, typer.Option("--executor", metavar=EXECUTORS, help="Where configurations run. submitit: jobs on SLURM.")
     ] = "local"
-    launcher: Annotated[Literal["local", "slurm"], typer.Option("--launcher", help="slurm is --executor submitit.")] = (
-        "local"
-    )
+    launcher: Annotated[
+        Literal["local", "slurm"], typer.Option("--launcher", help="slurm: as --executor submitit.")
+    ] = "local"
     launcher_option: Annotated[
         list[str] | None,
         typer.Option(
