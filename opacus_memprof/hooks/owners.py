@@ -36,6 +36,7 @@ _MATERIAL = 1 << 20  # bytes
 _MATERIAL_SHARE = 0.01  # of the live bytes
 _SHARE_OF_TIME = 0.002  # that searches may take, after the first few
 _FREE_SEARCHES = 4
+_MOMENT = 0.002  # seconds
 
 Roots = Callable[[], list[nn.Module]]  # returns the attached models
 
@@ -71,8 +72,12 @@ class OwnerSearch:
         if not self._is_needed():
             return
         begin = time.monotonic()
-        self._claim()
-        self._left = _unclaimed()
+        # Autograd's thread may still hold what the backward pass has dropped. The search holds all of the heap, so that
+        # this thread would free it, as if the program had kept it.
+        time.sleep(_MOMENT)
+        if self._is_needed():
+            self._claim()
+            self._left = _unclaimed()
         self._searches += 1
         end = time.monotonic()
         self._resume = end + (end - begin) / _SHARE_OF_TIME
