@@ -74,7 +74,7 @@ def serve(listener: socket.socket) -> None:
     """Forks a process for each connection, until standard input ends."""
     from opacus_memprof.planning.fork_server import ForkServer
 
-    server = ForkServer(["torch", "opacus"])
+    server = ForkServer(["torch", "opacus", "torch._dynamo"])
     assert server.can_fork()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these processes
     while True:

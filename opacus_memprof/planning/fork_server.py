@@ -45,6 +45,8 @@ class ForkServer:
         for library in ("libcuda.so.1", "libnvidia-ml.so.1"):  # before torch looks for them
             ctypes.CDLL(str(LIBRARIES / library), mode=ctypes.RTLD_GLOBAL)
         self._hidden = HiddenModules(packages, self._check_environment)
+        if run_process.SET_BY_TORCH not in self._environment:
+            os.environ.pop(run_process.SET_BY_TORCH, None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs handle it
 
     def can_fork(self) -> bool:

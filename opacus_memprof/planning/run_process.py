@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _SEED = (
     0  # runs of a plan draw the same random numbers, unless the program chooses a seed; else they could not be compared
 )
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""A variable that torch sets when the first optimizer is made, and that no package reads when imported."""
 
 
 class RunFacts:
@@ -52,6 +55,7 @@ class RunFacts:
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
+        AfterImport("torch._dynamo", partial(self._note_import, "torch._dynamo"))  # which the first optimizer imports
 
     def _on_torch_import(self) -> None:
         import torch
@@ -79,11 +83,10 @@ class RunFacts:
         from opacus_memprof.planning.changes import OpacusSetup
 
         self._setup = OpacusSetup(self._configuration.changes)
-        if self._packages:
-            self._note_import("opacus")
+        self._note_import("opacus")
 
     def _note_import(self, package: str) -> None:
-        if not has_changed(self._environment):
+        if (self._packages or package == "torch") and not has_changed(self._environment):
             self._packages.append(package)
 
     def _write(self) -> None:
@@ -116,11 +119,8 @@ class RunFacts:
 
 
 def has_changed(environment: Mapping[str, str]) -> bool:
-    """Returns whether this process has other environment variables than these.
-
-    Ignores one variable that torch sets when the first optimizer is made, and that no package reads when imported.
-    """
-    names = {*environment, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}
+    """Returns whether this process has other environment variables than these, whatever SET_BY_TORCH is."""
+    names = {*environment, *os.environ} - {SET_BY_TORCH}
     return any(environment.get(name) != os.environ.get(name) for name in names)
 
 

@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def forked() -> Iterator[ForkedRuns]:
     environment = run_environment(PlannedConfiguration(PlannedProgram(""), GPU), 1)
-    runs = ForkedRuns(["torch", "opacus"], environment)
+    runs = ForkedRuns(["torch", "opacus", "torch._dynamo"], environment)
     yield runs
     runs.close()
 
@@ -66,7 +66,8 @@ def test_a_forked_run_is_the_same(
     assert new.status == ("finished" if memory is None else "out_of_memory")
     assert new.requested
     assert comparable(other) == comparable(new)
-    assert new.packages == (("torch",) if script == "train_to_plan.py" else ("torch", "opacus"))
+    uses_opacus = script != "train_to_plan.py"
+    assert new.packages == ("torch", *(["opacus"] if uses_opacus else []), "torch._dynamo")  # the optimizer's import
     peaks, events = [], []
     for run in (new, other):
         profile = json.loads((run.profile / "profile.json").read_text())
