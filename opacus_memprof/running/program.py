@@ -14,6 +14,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr_sentence
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -63,11 +64,16 @@ class Program:
 
 
 def print_exception(error: BaseException) -> None:
-    """Prints an uncaught exception as python does, through sys.excepthook, without the frames of this package."""
+    """Prints an uncaught exception as python does, through sys.excepthook, without the frames of this package.
+
+    A MemprofError is followed by its translation, because the exception itself stays English.
+    """
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    if isinstance(error, MemprofError) and (said := tr_sentence(str(error), least_words=2)) != str(error):
+        print(f"opacus-memprof: {said}", file=sys.stderr)
 
 
 def _find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, CodeType]:

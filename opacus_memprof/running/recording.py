@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr_sentence
 from opacus_memprof.profiles.directory import ProfileDirectory
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.profile import Profile
@@ -253,8 +254,10 @@ class ProgramRecording:
         if launch is None or launch.played == [launch.rank]:
             show = partial(print_summary, has_shown_failure=True)  # by the session's end
             _print_summary(show, view_profile(profile, session.directory))
-            which = "" if launch is None else f" of rank {launch.rank} of {launch.world_size}"
-            _print_note(f"the profile{which} is in {session.directory}")
+            if launch is None:
+                _print_note(f"the profile is in {session.directory}")
+            else:
+                _print_note(f"the profile of rank {launch.rank} of {launch.world_size} is in {session.directory}")
         elif session.job is not None:
             _print_summary(print_summary, view_job(session.job, session.directory.parent))
             _print_note(f"the profiles of all ranks are in {session.directory.parent}")
@@ -283,7 +286,7 @@ def _print_summary(render: Callable[[T, Console], None], view: T) -> None:
 
 
 def _print_note(sentence: str) -> None:
-    print(f"opacus-memprof: {sentence}", file=sys.__stderr__)
+    print(f"opacus-memprof: {tr_sentence(sentence, least_words=2)}", file=sys.__stderr__)
 
 
 GRACE_SECONDS = 5.0  # torchrun sends SIGKILL 30 s after SIGTERM

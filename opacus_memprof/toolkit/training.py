@@ -292,7 +292,7 @@ def debug_memory_with_different_configs(
     """
     base = vars(lora.read_settings(base_config))
     if not isinstance(variations, Mapping) or not variations:
-        raise MemprofError('there are no configurations to compare: pass {"small": {"r": 8}, "large": {"r": 32}}')
+        raise MemprofError("there are no configurations to compare: pass a dict of changes by name")
     for name, variation in variations.items():
         if not isinstance(variation, Mapping):
             raise MemprofError(f'the variation "{name}" cannot be a {type(variation).__name__}: pass a dict')

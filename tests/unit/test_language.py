@@ -23,6 +23,7 @@ from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
 from opacus_memprof.reports.text import print_report
+from opacus_memprof.running.program import print_exception
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
 from tests.unit.test_summary import private_profile
 
@@ -89,10 +90,17 @@ def sentences_of(tree: ast.AST) -> Iterator[ast.expr]:
 
 def as_printed(expression: ast.expr) -> str:
     """The text of a sentence, with 7 for what varies; "" for another expression."""
-    if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
-        return expression.value
-    if isinstance(expression, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "7" for part in expression.values)
+    match expression:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(part.value if isinstance(part, ast.Constant) else "7" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return as_printed(left) + as_printed(right)
+        case ast.IfExp(body=body):
+            return as_printed(body)
+        case ast.Call(func=ast.Attribute(value=text, attr="rstrip")):
+            return as_printed(text)
     return ""
 
 
@@ -109,21 +117,23 @@ def test_no_sentence_of_a_finding_or_a_suggestion_is_missing(file: str) -> None:
     assert missing == []
 
 
-REFUSING = ("cli", "profiles", "running/program.py", "virtual_gpu/devices.py", "experiments/configuration.py")
+REFUSING = {"MemprofError", "MixingError", "NotCheckedError", "_print_note"}
 
 
 def refusals() -> Iterator[str]:
-    """The messages of errors that commands print, from the files where the common ones are."""
-    for place in REFUSING:
-        for path in [PACKAGE / place] if place.endswith(".py") else sorted((PACKAGE / place).glob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MemprofError":
-                    yield as_printed(node.args[0])
+    """The messages of errors that a user can fix, and what `run` says besides, from all sources of the package."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFUSING:
+                yield as_printed(constants.get(ast.unparse(node.args[0]), node.args[0]))
 
 
 def test_no_refusal_is_missing() -> None:
     found = [text for text in refusals() if re.search("[a-z]+ [a-z]+", text)]
-    assert len(found) > 30
+    assert len(found) > 300
     with in_language("zh"):
         missing = [text for text in found if not re.search(r"[\u4e00-\u9fff]", language.tr_sentence(text, 2))]
     assert missing == []
@@ -138,6 +148,17 @@ def test_a_command_refuses_in_chinese(
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"opacus-memprof: 脚本 {tmp_path / 'train.py'} 不存在\n"
+
+
+def test_a_program_that_is_refused_says_so_in_both_languages(capsys: pytest.CaptureFixture[str]) -> None:
+    error = MemprofError("the model must be in training mode: call train() before make_private.")
+    print_exception(error)
+    assert capsys.readouterr().err.endswith(f"MemprofError: {error}\n")
+    with in_language("zh"):
+        print_exception(error)
+    assert capsys.readouterr().err.endswith(
+        f"MemprofError: {error}\nopacus-memprof: 模型必须处于训练模式：在 make_private 之前调用 train()。\n"
+    )
 
 
 def test_a_refusal_is_not_taken_for_a_part_of_another_sentence() -> None:
