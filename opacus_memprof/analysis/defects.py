@@ -4,6 +4,7 @@
 A detector takes a Run and yields findings. `find` applies all detectors, in the order of DETECTORS.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -65,6 +66,32 @@ def stale_norm_samples(run: Run) -> Iterator[Finding]:
             "layer's part of a sample's gradient is not bounded by max_grad_norm, and the privacy guarantee does not "
             "hold",
             'flatten all dimensions between the first and the last before this layer, or use grad_sample_mode="hooks"',
+        )
+
+
+def make_private_failed(run: Run) -> Iterator[Finding]:
+    """Finds the error with which the last make_private failed, if none has succeeded since."""
+    for _, fact in run.facts_of("make_private_raised"):
+        error = re.sub(r"""\[\w+\(["']""", "", fact["error"].partition(". ")[0])
+        if "training mode" in error:
+            remedy = "call model.train() before make_private"
+        elif "UnsupportedModuleError" in error:
+            remedy = (
+                "replace the modules that Opacus cannot train, before the optimizer is made: model = "
+                "opacus.validators.ModuleValidator.fix(model)"
+            )
+        elif "optimizer Parameters" in error:
+            remedy = "make the optimizer from parameters of the model that make_private gets, after its last change"
+        else:
+            remedy = "a training is private only with the model, optimizer and loader that make_private returns"
+        trained = any("backward" in entry.phases for entry in run.devices.values())
+        consequence = ". The program went on, and its training is not private" if trained else ""
+        yield Finding(
+            "make_private_failed",
+            "",
+            0,
+            f"PrivacyEngine.make_private raised {error}{consequence}",
+            remedy,
         )
 
 
@@ -172,7 +199,13 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
         evidence = f"{_some(unowned)}, which no optimizer of make_private has: its steps and zero_grad leave them out"
         remedy = _FREEZE.format(_some(unowned))
     elif facts[0][1]["steps"] and not run.facts_of("zero_grads"):
-        evidence, remedy = f"{_some(modules)}, and zero_grad was never called", _ZERO_GRAD
+        evidence, remedy = f"{_some(modules)}, and the optimizer's zero_grad was never called", _ZERO_GRAD
+    elif facts[0][1]["used"]:
+        evidence = f"{_some(modules)}, which optimizer.step() had used and no zero_grad has cleared since"
+        remedy = (
+            "call optimizer.zero_grad() directly after each optimizer.step(), and not only before the next batch: a "
+            "backward pass between the two, such as a generator's, finds what the step has used"
+        )
     else:
         evidence = f"{_some(modules)}: {facts[0][1]['bytes']} backward passes ran without a step between them"
         remedy = (
@@ -264,8 +297,9 @@ _REMEDY = {
     "inputs": "something keeps each batch: delete its references at the end of the step",
 }
 _DEFAULT_REMEDY = (
-    "something keeps a tensor of each step: look for lists, dictionaries and attributes that grow, and for "
-    "reference cycles (gc.collect() at the end of a step frees those)"
+    "something keeps a tensor of each step: look for lists, dictionaries and attributes that grow, for averages of "
+    "parameters or losses that are not computed under torch.no_grad(), whose graph grows, and for reference cycles "
+    "(gc.collect() at the end of a step frees those)"
 )
 
 
@@ -347,6 +381,7 @@ def _where(site: GrowthSite) -> str:
 
 # The kinds of findings that make a run fail, or break its privacy guarantee.
 DEFECTS = (
+    "make_private_failed",
     "training_is_not_private",
     "stale_norm_samples",
     "different_numbers_of_samples",
@@ -357,10 +392,12 @@ DEFECTS = (
     "captures_without_backward",
     "checkpoint_captures",
     "growing_memory",
+    "activations_of_earlier_steps",
 )
 
 # Defects come first.
 DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    make_private_failed,
     training_is_not_private,
     stale_norm_samples,
     different_numbers_of_samples,
@@ -370,6 +407,7 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     outputs_changed_in_place,
     captures_without_backward,
     growing_memory,
+    findings.activations_of_earlier_steps,
     findings.models_of_earlier_runs,
     findings.frozen_per_sample_gradients,
     findings.unused_per_sample_gradients,

@@ -174,7 +174,7 @@ def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
 def unused_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients that zero_grad cleared and no step had used, several times."""
     facts = run.facts_of("unused_samples")
-    times = max((fact["times"] for _, fact in facts), default=0)
+    times = max((fact["bytes"] for _, fact in run.facts_of("unused_passes")), default=0)
     sizes = {module: fact["bytes"] for module, fact in facts}
     total = sum(sizes.values())
     if times < _OFTEN or run.failed or not any(run.is_material(device, total) for device in run.devices):
@@ -198,7 +198,8 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
     for device, entry in run.devices.items():
         peak = entry.peak
         live = {module: categories.get("per_sample_gradients", 0) for module, categories in peak.modules.items()}
-        size = peak.categories.get("per_sample_gradients", 0)
+        of_proof = peak.ops.get("flash_clip", {}).get("per_sample_gradients", 0)
+        size = peak.categories.get("per_sample_gradients", 0) - of_proof
         if peak.phase in ("forward", "idle") and run.is_material(device, size):
             yield Finding(
                 "per_sample_gradients_in_forward",
@@ -248,6 +249,39 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
                 "return them from the function that is differentiated, with torch.func.grad_and_value(..., "
                 "has_aux=True)",
                 device=device,
+            )
+
+
+def activations_of_earlier_steps(run: Run) -> Iterator[Finding]:
+    """Finds activations of an evaluation that recorded graphs, which were live at a peak in a later step."""
+    evaluated_in = {step for _, fact in run.facts_of("evaluations_with_graphs") for step in fact["steps"]}
+    for device, entry in run.devices.items():
+        peak = entry.peak
+        # The program's variables hold the output of one step until the next one replaces it.
+        old = [
+            block
+            for block in peak.largest_blocks
+            if block.category == "activations" and block.step in evaluated_in and block.step < peak.step - 1
+        ]
+        size = sum(block.bytes for block in old)
+        # A collected output alone, which one module has made, may have been detached from its graph.
+        if run.is_material(device, size) and len({block.module for block in old}) > 1:
+            steps = sorted({block.step for block in old})
+            span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            sizes: dict[str, int] = {}
+            for block in old:
+                sizes[block.module] = sizes.get(block.module, 0) + block.bytes
+            yield Finding(
+                "activations_of_earlier_steps",
+                common_module(sizes),
+                size,
+                f"at the peak of {device}, in step {peak.step}, at least {format_bytes(size)} of activations from "
+                f"forward passes of {span} were still live ({largest(sizes)}): something keeps their graph, such as "
+                "the outputs or the sum of the losses of an evaluation",
+                "evaluate under torch.no_grad(), and keep numbers and tensors without a graph: loss.item(), "
+                "output.detach()",
+                device=device,
+                modules=sizes,
             )
 
 

@@ -84,17 +84,21 @@ def device_verdict(name: str, device: Device) -> VerdictView:
         device: its entry in profile.json.
     """
     peak = device.peak
+    where = f"in {format_moment(peak.phase, peak.step, peak.logical_step)}, on {name}"
+    if {"forward", "backward"}.isdisjoint(device.phases) and peak.phase == "idle":
+        where = f"before the first training step, on {name}"
     reserved = _describe_reserved(device)
     lines = [("LARGEST RESERVED", reserved)] if reserved else []
     lines += _cost_of_privacy(peak)
     gradients = peak.categories.get("per_sample_gradients", 0)
-    if not device.improvements and gradients > _MATERIAL * peak.requested_bytes:
+    is_flash_clip = "flash_clip" in peak.ops  # whose proof forms some
+    if not device.improvements and not is_flash_clip and gradients > _MATERIAL * peak.requested_bytes:
         less = f'up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip"'
         lines.append(("COULD BE", f"{less}, which forms no per-sample gradients"))
     return VerdictView(
         outcome="peak",
         headline=f"PEAK {format_bytes(peak.requested_bytes)}",
-        where=f"in {format_moment(peak.phase, peak.step, peak.logical_step)}, on {name}",
+        where=where,
         lines=lines,
         heading="COULD BE",
         fixes=[_improvement(each, peak.requested_bytes) for each in device.improvements[:_MOST_FIXES]],

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from opacus_memprof.recording.faults import contain
 
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()  # private
 _optimizers: "weakref.WeakKeyDictionary[DPOptimizer, None]" = weakref.WeakKeyDictionary()  # of private models
+_originals: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # that make_private was given
 _unrelated: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # that have no parameter of a private model
 _clipped: "weakref.ref[Optimizer] | None" = None  # the original optimizer whose update will be private
 _private_steps = _public_steps = 0
@@ -50,6 +52,7 @@ def _reset() -> None:
     global _clipped, _private_steps, _public_steps, _unclipped_steps, _clips, _clips_of_batch, _zero_grads, _unused
     _clipped = None
     _private_steps = _public_steps = _unclipped_steps = _clips = _clips_of_batch = _zero_grads = _unused = 0
+    _originals.clear()
     _unrelated.clear()
 
 
@@ -63,6 +66,7 @@ def follow_private(attachment: Attachment, optimizer: DPOptimizer, roots: Sequen
         if any(id(parameter) in trained for parameter in root.parameters()):
             attachment.set_entry(_models, root, None)
     attachment.set_entry(_optimizers, optimizer, None)
+    _originals.add(optimizer.original_optimizer)
     _unrelated.clear()
 
 
@@ -91,12 +95,14 @@ def on_clipping_factors() -> None:
     _clips_of_batch += 1
 
 
-def on_physical_step() -> None:
-    """Observes that a DPOptimizer's step begins, and records backward passes whose gradients ghost clipping discarded.
+def on_physical_step(optimizer: DPOptimizer) -> None:
+    """Observes that a DPOptimizer's step begins, and how many backward passes it is for.
 
-    Each backward pass of its criterion clears the gradients of earlier ones.
+    In ghost clipping, each backward pass of its criterion clears the gradients of earlier ones.
     """
     global _clips_of_batch
+    shapes = observations.layer_shapes()
+    shapes.accumulated = max(shapes.accumulated, max(map(_unused_passes, islice(_parameters(optimizer), 1)), default=1))
     if _clips_of_batch > 1:
         observations.record("ghost_accumulated", 0, _clips_of_batch)
     _clips_of_batch = 0
@@ -133,8 +139,8 @@ def on_update(follow: Callable[[Optimizer], None], optimizer: Optimizer, args: A
     elif _updates_in_public(optimizer):
         _public_steps += 1
         follow(optimizer)
-        is_original = any(each.original_optimizer is optimizer for each in list(_optimizers))
-        details = {"private": _private_steps, "optimizer": type(optimizer).__name__, "is_original": is_original}
+        details = {"private": _private_steps, "optimizer": type(optimizer).__name__}
+        details["is_original"] = optimizer in _originals  # also where the program has dropped what was returned
         observations.record("public_steps", 0, _public_steps, **details)
         steps = _public_steps
     else:
@@ -170,8 +176,9 @@ def on_zero_grad(optimizer: DPOptimizer) -> None:
             owner = native.owner_of(parameter)
             sizes[owner] = sizes.get(owner, 0) + unused
     _unused += bool(sizes)
+    observations.record("unused_passes", 0, _unused)
     for owner, size in sizes.items():
-        observations.record("unused_samples", owner, size, times=_unused)
+        observations.record("unused_samples", owner, size)
 
 
 def _record_unowned() -> None:
@@ -190,6 +197,11 @@ def _private_parameters() -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the trained parameters of private models, each with the name of the module that owns it."""
     for model in list(_models):
         yield from (each for each in modules.owned_parameters(model) if each[1].requires_grad)
+
+
+def _unused_passes(parameter: nn.Parameter) -> int:
+    """Returns the number of backward passes with per-sample gradients of a parameter that no step has used."""
+    return sum(not hasattr(each, "_processed") for each in _samples(parameter))
 
 
 def _samples(parameter: nn.Parameter) -> list[Tensor]:
@@ -289,7 +301,7 @@ def _record_accumulated() -> None:
     """Records modules with per-sample gradients of several backward passes."""
     for _, parameter in _private_parameters():
         if len(samples := _samples(parameter)) > 1:
-            details = {"steps": _private_steps + _public_steps}
+            details = {"steps": _private_steps + _public_steps, "used": hasattr(samples[0], "_processed")}
             observations.record("samples_accumulated", native.owner_of(parameter), len(samples), **details)
 
 
@@ -334,6 +346,8 @@ def observe_program(shapes: TrainingShapes) -> None:
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
     default = Program()
+    passes = max((_unused_passes(parameter) for _, parameter in _private_parameters()), default=0)
+    shapes.accumulated = max(shapes.accumulated, passes)
     samplers = sys.modules.get("opacus_memprof.clipping.modes")  # which imports Opacus
     shapes.program = Program(
         model=names.get("model", default.model),

@@ -234,6 +234,9 @@ def id_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_EVALUATIONS = 1000  # of which steps are remembered
+
+
 @dataclass
 class WatchedModel:
     """The model whose shapes are recorded.
@@ -243,6 +246,7 @@ class WatchedModel:
         modules: the modules whose forward passes are probed, with their names.
         forward: repeats its largest forward pass on fake tensors.
         largest_batch: elements of the largest batch whose shapes were recorded.
+        evaluated_in: the latest steps with forward passes in eval mode that recorded graphs.
         largest_trained: elements of the largest batch in training mode.
         probe_handles: handles of the probes of the running forward pass.
     """
@@ -251,6 +255,7 @@ class WatchedModel:
     modules: "list[tuple[str, weakref.ref[nn.Module]]]"
     forward: FakeForward
     largest_batch: int = 0
+    evaluated_in: list[int] = field(default_factory=list)
     largest_trained: int = 0
     probe_handles: list[RemovableHandle] = field(default_factory=list)
 
@@ -319,8 +324,8 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         shapes.unreleased.append(samples)
         if root.training:
             model.largest_trained = max(elements, model.largest_trained)
-        elif elements > model.largest_trained > 0:
-            observations.record("evaluation_graphs", 0, elements, step=native.step()[0])
+        else:
+            _record_evaluation(model, elements)
         if shapes.mode == "no_op" and torch._C._functorch.peek_interpreter_stack() is None:  # not in torch.func
             observations.record("no_op_graphs", 0, 0)
     if not batches or batches[-1][1] != samples:
@@ -333,6 +338,16 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         model.probe_handles[:] = [
             module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None
         ]
+
+
+def _record_evaluation(model: WatchedModel, elements: int) -> None:
+    """Records a forward pass in eval mode that records a graph: its step, and whether its batch is the largest."""
+    step = native.step()[0]
+    if model.evaluated_in[-1:] != [step]:
+        model.evaluated_in = [*model.evaluated_in[-_EVALUATIONS:], step]
+        observations.record("evaluations_with_graphs", 0, step, steps=model.evaluated_in)
+    if elements > model.largest_trained > 0:
+        observations.record("evaluation_graphs", 0, elements, step=step)
 
 
 def remove_probes(root: nn.Module) -> None:

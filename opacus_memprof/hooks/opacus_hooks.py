@@ -271,4 +271,5 @@ def in_setup_phase(follow: Callable[[Any], object]) -> CallHook:
         raise
     finally:
         native.set_phase(previous_phase)
+    observations.discard("make_private_raised")
     follow(prepared)

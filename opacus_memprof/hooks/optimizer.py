@@ -77,7 +77,7 @@ def _observe_pre_step(optimizer: DPOptimizer) -> CallHook:
         for parameter in native.tensors_in(optimizer.param_groups):
             samples = getattr(parameter, "grad_sample", None)
             native.retag((samples,), PER_SAMPLE_GRADIENTS, native.owner_of(parameter))
-    diagnosis.on_physical_step()
+    diagnosis.on_physical_step(optimizer)
     try:
         proceed = yield
     except CallError as failed:

@@ -80,6 +80,8 @@ def record_model(model: nn.Module | AbstractGradSampleHooks, named: Sequence[tup
         inside = [each for each in shapes.modules if each == name or each.startswith(f"{name}." if name else "")]
         if _is_sampled_whole(module) and any(shapes.modules[each].sampled_in is None for each in inside):
             shapes.modules |= {each: replace(shapes.modules[each], sampled_in=name) for each in inside}
+            frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
+            shapes.modules[name] = replace(shapes.modules[name], frozen=frozen)
     shapes.flash_clip_refusal = cache(partial(_flash_clip_refusal, weakref.ref(named[0][1])))
     return True
 

@@ -27,6 +27,7 @@ class LayerShape:
             weight's.
         sampled_in: the module around this one, or this one, that has parameters of its own and no sampler, so that
             Opacus computes per-sample gradients of all of it at once by functorch. None if a sampler knows this class.
+        frozen: elements of frozen parameters that functorch computes per-sample gradients of, too.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class LayerShape:
     kernel_positions: int = 1
     tied_to: str = ""
     sampled_in: str | None = None
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class TrainingShapes:
         batches: (physical step, samples) whenever the number of samples changed.
         unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
             latest one last.
+        accumulated: the most backward passes whose per-sample gradients were kept for one step.
         released: the most forward passes whose captures a backward has released together.
         multiprocessors: of the GPU; 0 without one.
         has_bfloat16: whether the device computes in bfloat16.
@@ -153,6 +156,7 @@ class TrainingShapes:
     keeps_gradients: bool | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    accumulated: int = 1
     released: int = 1
     multiprocessors: int = 0
     has_bfloat16: bool = True

@@ -208,10 +208,10 @@ class ProgramRecording:
         if self._directory.launch is None and has_started_ranks(self._directory):
             return self._leave_to_ranks(self._session)
         if not observations.layer_shapes().modules:
-            raised = [each["error"] for each in observations.recorded() if each["kind"] == "make_private_raised"]
+            raised = any(each["kind"] == "make_private_raised" for each in observations.recorded())
             status, _ = outcome(self._error)
             self._session.warnings.append(
-                f"PrivacyEngine.make_private raised {raised[0]}: nothing is attributed to Opacus or to modules"
+                "PrivacyEngine.make_private failed: nothing is attributed to Opacus or to modules"
                 if raised
                 else "the program failed before its first training step: nothing is attributed to modules"
                 if status == "failed"

@@ -8,10 +8,13 @@ import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -106,10 +109,28 @@ def new_optimizer_steps(cured: bool, mode: str = "hooks") -> None:
     train(model, dp_optimizer if cured else torch.optim.Adam(model.parameters()), loader)
 
 
-def own_optimizer_fails(cured: bool, mode: str = "hooks") -> None:
-    """The same with Poisson sampling, where Opacus refuses the second backward pass."""
-    model, dp_optimizer, loader, own = private(mlp(), vectors(), poisson=True)
-    train(model, dp_optimizer if cured else own, loader)
+def returned_objects_dropped(cured: bool, mode: str = "hooks") -> None:
+    """What make_private returns is dropped; with Poisson sampling, Opacus refuses the second backward pass."""
+    model, *returned, own = private(mlp(), vectors(), poisson=True)
+    kept = returned if cured else [own, DataLoader(TensorDataset(vectors(), torch.arange(SAMPLES) % CLASSES), BATCH)]
+    del returned
+    train(model, *kept)
+
+
+def batch_norm(cured: bool, mode: str = "hooks") -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+    if cured:
+        model = ModuleValidator.fix(model)
+    model, optimizer, loader, _ = private(model, vectors())
+    train(model, optimizer, loader)
+
+
+def optimizer_before_the_fix(cured: bool, mode: str = "hooks") -> None:
+    """The optimizer is made first, and has parameters of layers that have been replaced since."""
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+    parameters = None if cured else list(model.parameters())
+    model, optimizer, loader, _ = private(ModuleValidator.fix(model), vectors(), trained=parameters)
+    train(model, optimizer, loader)
 
 
 def own_criterion_in_ghost(cured: bool, mode: str = "ghost") -> None:
@@ -187,7 +208,43 @@ def accumulated_in_ghost(cured: bool, mode: str = "ghost") -> None:
                 optimizer.zero_grad()
 
 
+def generator_before_zero_grad(cured: bool, mode: str = "hooks") -> None:
+    """A generator's backward pass stands between the discriminator's step and its zero_grad in the next batch."""
+    model, optimizer, loader, _ = private(mlp(), vectors(), poisson=True)
+    generator = nn.Linear(WIDTH, WIDTH)
+    for x, y in islice(loader, 2):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if cured:
+            optimizer.zero_grad()
+        functional.cross_entropy(model(generator(torch.randn_like(x))), y).backward()
+
+
 # --- memory that nobody uses ---
+
+
+def evaluation_keeps_graphs(cured: bool, mode: str = "hooks") -> None:
+    """The outputs of an evaluation are collected with their graphs, and are live in the next epoch."""
+    model, optimizer, loader, _ = private(mlp(), vectors())
+    outputs = []
+    for _ in range(2):
+        train(model.train(), optimizer, loader)
+        with torch.set_grad_enabled(not cured):
+            outputs = [model.eval()(torch.randn(200, WIDTH)) for _ in range(4)]
+    train(model.train(), optimizer, loader)
+    assert len(outputs) == 4
+
+
+def acting_with_captures(cured: bool, mode: str = "hooks") -> None:
+    """An agent chooses its actions with the private model in training mode, as Opacus' hooks capture it."""
+    model, optimizer, loader, _ = private(mlp(), vectors())
+    for x, y in loader:
+        with torch.set_grad_enabled(not cured):
+            model(x[:1]).argmax()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def generator_pass(cured: bool, mode: str = "hooks") -> None:
@@ -345,7 +402,53 @@ GALLERY = (
         TRACKER + "389", own_optimizer_steps, PRIVACY, ("8 of 8 updates", "SGD that make_private was given"), RETURNED
     ),
     Report(TRACKER + "313", new_optimizer_steps, PRIVACY, ("8 of 8 updates", "steps another Adam"), RETURNED),
-    Report(TRACKER + "389", own_optimizer_fails, PRIVACY, ("1 of 1 update",), RETURNED, ValueError),
+    Report(
+        TRACKER + "389",
+        returned_objects_dropped,
+        PRIVACY,
+        ("1 of 1 update", "SGD that make_private was given"),
+        RETURNED,
+        ValueError,
+    ),
+    Report(
+        TRACKER + "319",
+        batch_norm,
+        "make_private_failed",
+        ("BatchNorm cannot support",),
+        "ModuleValidator.fix(model)",
+        UnsupportedModuleError,
+    ),
+    Report(
+        TRACKER + "432",
+        optimizer_before_the_fix,
+        "make_private_failed",
+        ("parameters are different",),
+        "make the optimizer",
+        ValueError,
+    ),
+    Report(
+        TRACKER + "31",
+        generator_before_zero_grad,
+        ACCUMULATED,
+        ("optimizer.step() had used",),
+        "directly after each optimizer.step()",
+        ValueError,
+    ),
+    Report(
+        "https://discuss.pytorch.org/t/calling-loss-backward-reduce-memory-usage/2735",
+        evaluation_keeps_graphs,
+        "activations_of_earlier_steps",
+        ("passes of step 8", "evaluation"),
+        "torch.no_grad()",
+    ),
+    Report(
+        TRACKER + "645",
+        acting_with_captures,
+        "captures_without_backward",
+        ("wait for a backward pass", "the step failed"),
+        "torch.no_grad()",
+        ValueError,
+    ),
     Report(TRACKER + "602", own_criterion_in_ghost, PRIVACY, ("none of 8 steps",), "returned criterion"),
     Report(TRACKER + "501", trained_beside_the_optimizer, "growing_memory", ("per_sample_gradients",), "freeze 0 "),
     Report(

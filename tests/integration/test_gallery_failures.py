@@ -4,8 +4,14 @@
 from pathlib import Path
 
 import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from tests.gallery.failures import GALLERY, Report
+from opacus_memprof.analysis.verdict_view import device_verdict
+from tests.gallery.failures import BATCH, CLASSES, GALLERY, Report, private, train
 from tests.integration.planted_findings import kinds, profiled
 
 pytestmark = [pytest.mark.usefixtures("clean_process"), pytest.mark.filterwarnings("ignore")]
@@ -40,3 +46,61 @@ def test_following_the_advice_cures(report: Report, tmp_path: Path) -> None:
 def test_flash_clip_trains_where_it_is_offered(report: Report, tmp_path: Path) -> None:
     profile = profiled(tmp_path, lambda session: report.program(False, "flash_clip"))
     assert not kinds(profile) & {each.kind for each in GALLERY}
+
+
+class Adapter(nn.Module):
+    """A frozen weight and a trained update of low rank in one module, of which Opacus has no sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16, requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 256) / 16), nn.Parameter(torch.randn(256, 2) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + x @ self.down.T @ self.up.T
+
+
+def accumulating(model: nn.Module, mode: str = "hooks", *, batches: int = 1, manager: bool = False) -> None:
+    """Trains on 64 samples in batches of BATCH, with a step after `batches` of them, or with BatchMemoryManager."""
+    made, optimizer, loader, _ = private(model, torch.randn(64, 256), mode)
+    if manager:
+        loader = DataLoader(loader.dataset, batch_size=64)
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=BATCH, optimizer=optimizer) as parts:
+            train(made, optimizer, parts)
+        return
+    for number, (x, y) in enumerate(loader, 1):
+        functional.cross_entropy(made(x), y).backward()
+        if number % batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, CLASSES))
+
+
+def test_clipping_each_batch_takes_what_is_predicted(tmp_path: Path) -> None:
+    by_hand = profiled(tmp_path / "by_hand", lambda session: accumulating(wide(), batches=8))["devices"]["cpu"]
+    predicted = {each["title"].split()[0]: each["predicted_peak_bytes"] for each in by_hand["improvements"]}
+    assert sorted(predicted) == ["clipping", 'grad_sample_mode="flash_clip"']  # ghost would discard seven of eight
+    managed = profiled(tmp_path / "managed", lambda session: accumulating(wide(), manager=True))["devices"]["cpu"]
+    peak = managed["peak"]["requested_bytes"]
+    assert predicted["clipping"] == pytest.approx(peak, rel=0.03)
+    assert peak < 0.5 * by_hand["peak"]["requested_bytes"]
+
+
+def test_the_frozen_part_of_a_module_is_predicted(tmp_path: Path) -> None:
+    """Removing the copy saves little where functorch computes gradients of a frozen weight, 128 times the others."""
+    device = profiled(tmp_path, lambda session: accumulating(Adapter()))["devices"]["cpu"]
+    frozen = 4 * BATCH * 256 * 256
+    assert device["peak"]["requested_bytes"] > frozen
+    for each in device["improvements"]:
+        assert each["predicted_peak_bytes"] > frozen or "flash_clip" in each["title"], each["title"]
+
+
+def test_a_proof_causes_no_advice(tmp_path: Path) -> None:
+    """flash_clip's proof in the first step forms per-sample gradients, which are no waste of the program."""
+    profile = profiled(tmp_path, lambda session: accumulating(wide(), "flash_clip"))
+    assert not kinds(profile) & {"per_sample_gradients_in_forward", "copied_per_sample_gradients"}
+    (verdict,) = (device_verdict(name, device) for name, device in profile["devices"].items())
+    assert "COULD BE" not in dict(verdict.lines)

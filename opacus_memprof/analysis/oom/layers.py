@@ -148,7 +148,8 @@ class Layer:
             return max(inputs + unfolded, unfolded + results, result)
         if self.module.kind in NORMS:
             return max(2 * self.scale(forward.output_bytes, n), result)
-        return max(formed + workspace + self.scale(self.repeated_forward, n), result)
+        frozen = forward.element_bytes * n * self.module.frozen
+        return frozen + max(formed + workspace + self.scale(self.repeated_forward, n), result)
 
     def ghost_norms(self, n: int, workspace: int = 0) -> int:
         """Returns the peak of Opacus' norm sampler in ghost clipping.
@@ -193,6 +194,7 @@ def _merge(name: str, layers: Sequence[Layer]) -> Layer:
         bias=0,
         rows=0,
         columns=0,
+        frozen=sum(layer.module.frozen for layer in layers),
         norm_sampler=False,
         tied_to="",
         sampled_in=None,

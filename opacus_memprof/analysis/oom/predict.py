@@ -72,13 +72,19 @@ class Case:
         """
         return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
-    def peak_of(self, step: Step, n: int | None = None, *, same_forward: bool = True) -> Instant:
-        """Returns the peak of another step, with leftovers, for n samples (default: as many as in the failed step).
+    def peak_of(
+        self, step: Step, n: int | None = None, *, same_forward: bool = True, accumulates: bool = False
+    ) -> Instant:
+        """Returns the peak of another step, with leftovers.
 
-        `same_forward`: its forward pass takes what was recorded.
+        Args:
+            step: the step.
+            n: samples of the physical batch. Default: as many as in the failed step.
+            same_forward: its forward pass takes what was recorded.
+            accumulates: whether clipped sums of other physical batches are live, as with fewer samples they are.
         """
         samples = self.samples or 1
-        accumulates = n is not None and n < samples
+        accumulates |= n is not None and n < samples
         instants = list(step.instants(samples if n is None else n, accumulates=accumulates))
         if same_forward:
             instants += self._forward_instants(step, n, accumulates)

@@ -30,6 +30,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.set_gradients_to_none,
     changes.norms_without_squares,
     changes.adopted_samples,
+    changes.clip_each_batch,
     changes.physical_batch,
     changes.another_mode,
     training.change_training,
@@ -41,6 +42,7 @@ _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.set_gradients_to_none,
     changes.norms_without_squares,
     changes.adopted_samples,
+    changes.clip_each_batch,
     changes.another_mode,
     training.keep_fewer_activations,
 )

@@ -98,6 +98,24 @@ def batch_code(case: Case, n: int) -> str:
     )
 
 
+def clip_each_batch(case: Case) -> Iterator[Suggestion]:
+    """Suggests BatchMemoryManager instead of per-sample gradients of several batches, accumulated for one step."""
+    passes, n = case.shapes.accumulated, case.samples
+    if passes < 2 or n is None or case.step is None or case.step.mode not in PER_SAMPLE_MODES:
+        return
+    yield suggest(
+        case,
+        case.peak_of(case.step, accumulates=True),
+        BATCH,
+        f"clipping after each batch of {format_count(n, 'sample')}, with the same logical batch",
+        f"{batch_code(case, n)}\n    # with batch_size={passes * n} in the DataLoader; step and zero_grad after every "
+        "batch, and no division of the loss",
+        f"Per-sample gradients of {passes} batches are kept for one step; BatchMemoryManager keeps those of one and "
+        "the clipped sums.",
+        Action(kind="clip_each_batch", value=n),
+    )
+
+
 def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, Instant] | None:
     """Returns the largest physical batch whose peak fits, and that peak. None if not even one sample fits.
 
@@ -155,6 +173,8 @@ def adopted_samples(case: Case) -> Iterator[Suggestion]:
     step = case.step
     if step is None or step.mode not in ("hooks", "functorch") or not step.layers or not step.copies_samples:
         return
+    if case.shapes.accumulated > 1:  # the gradients of several batches are more than a copy of one layer's
+        return
     size, name = max((layer.per_sample_gradients(step.samples), layer.name) for layer in step.layers)
     yield suggest(
         case,
@@ -211,6 +231,10 @@ def mode_change(case: Case, mode: str) -> Change | None:
     if step is None or step.mode not in (*PER_SAMPLE_MODES, "ghost", "fast") or mode == step.mode:
         return None
     if mode == "hooks" and step.mode in PER_SAMPLE_MODES:
+        return None
+    if (
+        mode == "ghost" and case.shapes.accumulated > 1
+    ):  # each backward pass would discard the gradients of earlier ones
         return None
     if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
         return None
