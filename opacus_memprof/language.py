@@ -23,7 +23,7 @@ from opacus_memprof.errors import MemprofError
 LANGUAGES = ("en", "zh")
 VARIABLE = "OPACUS_MEMPROF_LANGUAGE"
 
-_ENTRY = re.compile(r'^(msgctxt "sentence"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
+_ENTRY = re.compile(r'^(?:msgctxt "(\w+)"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
 ESCAPED = "opacus_memprof.escaped"  # how to encode what an encoding does not have: `errors` of a stream
 _BARS = re.compile("[\u2580-\u259f]")  # block elements
 _SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->"})  # noqa: RUF001
@@ -60,6 +60,11 @@ def tr_sentence(sentence: str, least_words: int = 0) -> str:
                 **{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts}
             )
     return sentence
+
+
+def page_labels() -> dict[str, str]:
+    """Returns the labels of HTML pages with their translations: the entries of the context "page"."""
+    return _catalogue(current_language(), "page")
 
 
 def current_language() -> str:
@@ -155,17 +160,17 @@ def _say_escaped(encoding: str) -> None:
 
 
 @functools.cache
-def _entries(language: str) -> list[tuple[bool, str, str]]:
-    """Returns whether each entry of a catalogue is a sentence, its message, and the translation."""
+def _entries(language: str) -> list[tuple[str, str, str]]:
+    """Returns the context of each entry of a catalogue (mostly ""), its message, and the translation."""
     if language == "en":
         return []
     text = (resources.files("opacus_memprof") / "locale" / f"{language}.po").read_text(encoding="utf-8")
-    return [(bool(context), _joined(message), _joined(other)) for context, message, other in _ENTRY.findall(text)]
+    return [(context, _joined(message), _joined(other)) for context, message, other in _ENTRY.findall(text)]
 
 
 @functools.cache
-def _catalogue(language: str) -> dict[str, str]:
-    return {message: other for is_sentence, message, other in _entries(language) if not is_sentence}
+def _catalogue(language: str, context: str = "") -> dict[str, str]:
+    return {message: other for place, message, other in _entries(language) if place == context}
 
 
 @functools.cache
@@ -174,7 +179,7 @@ def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str
 
     The last is the number of words beside the names.
     """
-    sentences = {message: other for is_sentence, message, other in _entries(language) if is_sentence}
+    sentences = _catalogue(language, "sentence")
     named = sorted((message for message in sentences if "{" in message), key=lambda each: -len(_NAME.sub("", each)))
     words = [len(re.findall("[A-Za-z]+", _NAME.sub("", message))) for message in named]
     return sentences, [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTML report in a real browser: its figures, its size and speed. test_html_controls.py works with it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.language import in_language
 from opacus_memprof.profiles.profile import Finding, Profile
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import category_color
@@ -30,6 +32,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     profile = failed_training(directory)
     write_html(view_profile(profile, directory, half_of(profile)), directory / "report.html")
     return directory / "report.html", profile
+
+
+def test_a_page_in_chinese(open_page: Open, trained: tuple[Path, Profile], tmp_path: Path) -> None:
+    path, profile = trained
+    with in_language("zh"):
+        write_html(view_profile(profile, path.parent, half_of(profile)), tmp_path / "report.html")
+    report = open_page(tmp_path / "report.html")
+    own = "h2, th, summary, .toolbar button, .hint, .caption > *, .figures dt, .figures p, footer, nav.contents a"
+    texts = [text for text in report.texts(own) if re.search("[a-z]{3}", text)]
+    assert [text for text in texts if not re.search(r"[\u4e00-\u9fff]", text)] == []
+    english = open_page(path)
+    for selector in (".legend button", '[data-module="head"]', "td.category:not(:has(.part))"):
+        assert report.texts(selector) == english.texts(selector)  # names of the program, and categories
+    assert report.bytes("main") == english.bytes("main")
 
 
 def test_the_peaks_figures_are_the_profiles(open_page: Open, trained: tuple[Path, Profile]) -> None:

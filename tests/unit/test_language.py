@@ -63,10 +63,29 @@ def test_no_translation_is_left_over() -> None:
     used = {text for text, _ in strings_of_the_package()}
     kinds = {text.replace("_", " ") for text in used}
     assert sorted(language._catalogue("zh").keys() - used - kinds - {""}) == []
-    for is_sentence, message, _ in language._entries("zh"):
+    scripts = [path.read_text(encoding="utf-8") for path in (PACKAGE / "reports/html").glob("*.js")]
+    told = "\n".join([*scripts, *kinds]).lower()  # kinds: phases and statuses
+    for context, message, _ in language._entries("zh"):
         fragments = re.split(r"^1 |\{\w+\}| · ", message.removesuffix("s") if "{count}" in message else message)
-        if is_sentence:
+        if context == "page":
+            own = re.findall("[A-Za-z]{3,}", re.sub(r"\{\w+\}", "", message))
+            assert all(word.lower().removesuffix("s") in told for word in own), message
+        if context == "sentence":
             assert all(any(fragment.strip(" .,") in text for text in used | kinds) for fragment in fragments), message
+
+
+def test_no_label_of_a_page_is_missing() -> None:
+    found = set()
+    for path in (PACKAGE / "reports/html").glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        found.update(
+            re.findall(r'(?:title: |"aria-label": |card\("[a-z]+", |"summary", {}, |"h3", {}, )"([^"]*)"', text)
+        )
+    assert len(found) > 60
+    with in_language("zh"):
+        known = language.page_labels()
+    assert sorted(label for label in found if re.search("[a-z]", label) and label not in known) == []
+    assert language.page_labels() == {}
 
 
 def sentences_of(tree: ast.AST) -> Iterator[ast.expr]:
@@ -190,7 +209,7 @@ def test_a_sentence_is_translated_with_its_parts() -> None:
 def test_translations_have_the_places_of_their_messages() -> None:
     entries = [(message, text) for _, message, text in language._entries("zh") if message]
     wrong = {message: text for message, text in entries if places(message) != places(text)}
-    assert len({(is_sentence, message) for is_sentence, message, _ in language._entries("zh")}) == len(entries) + 1
+    assert len({(context, message) for context, message, _ in language._entries("zh")}) == len(entries) + 1
     assert wrong == {}
 
 
@@ -209,8 +228,8 @@ def test_other_readers_of_catalogues_read_the_same() -> None:
     translations = gettext.GNUTranslations(compiled)
     ours = [entry for entry in language._entries("zh") if entry[1]]
     assert len(ours) == len(catalogue)
-    for is_sentence, message, text in ours:
-        assert text == (translations.pgettext("sentence", message) if is_sentence else translations.gettext(message))
+    for context, message, text in ours:
+        assert text == (translations.pgettext(context, message) if context else translations.gettext(message))
 
 
 def test_the_language_is_that_of_the_block_then_the_process_then_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

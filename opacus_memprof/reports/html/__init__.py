@@ -9,12 +9,18 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from opacus_memprof.language import current_language, page_labels, tr, tr_sentence
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.reports.figures import THEMES, category_color
 from opacus_memprof.versions import VERSION
 
 _HERE = Path(__file__).parent
+# Where content has sentences, which are stored in English and shown in the language of who reads them.
+_SENTENCES = {
+    "computed", "details", "effect", "evidence", "explanation", "headline", "heading", "lead", "lines", "note",
+    "privacy_check", "remedy", "title", "virtual_mark", "warnings", "where",
+}  # fmt: skip
 
 
 def build_page(
@@ -32,17 +38,31 @@ def build_page(
     style = _theme_variables() + (_HERE / "report.css").read_text(encoding="utf-8")
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
     colors = [[name, category_color(name)] for name in stack_order(categories)]
-    meanings = {category.name: category.meaning for category in CATEGORIES}
+    meanings = {category.name: tr_sentence(category.meaning) for category in CATEGORIES}
+    words = {"colors": colors, "meanings": meanings, "labels": page_labels()}
     template = Template((_HERE / "template.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(f"{title} · opacus-memprof"),
-        elsewhere=html.escape(fallback),
+        language=current_language(),
+        noscript=html.escape(tr("This report needs JavaScript. The same figures: {fallback}.", fallback=fallback)),
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_json_in_script({"version": VERSION, "colors": colors, "meanings": meanings, **content}),
+        data=_json_in_script({"version": VERSION, **words, **_in_words_of_the_reader(dict(content))}),
     )
+
+
+def _in_words_of_the_reader(content: Any, is_sentence: bool = False) -> Any:
+    """Returns content with its sentences translated."""
+    match content:
+        case str():
+            return tr_sentence(content) if is_sentence else content
+        case list() | tuple():
+            return [_in_words_of_the_reader(part, is_sentence) for part in content]
+        case dict():
+            return {key: _in_words_of_the_reader(part, key in _SENTENCES) for key, part in content.items()}
+    return content
 
 
 def _theme_variables() -> str:

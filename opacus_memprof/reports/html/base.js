@@ -1,8 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elements and figures. All scripts are joined into one module, in the order that Python gives.
 
+// Where a page's own words stand, which are translated. Names come from the profiled program and are not.
+const OWN_TAGS = new Set(["h1", "h2", "h3", "h4", "p", "th", "dt", "button", "summary", "label", "footer"]);
+const OWN_CLASSES = new Set(["own", "chip", "choice", "muted", "good", "bad", "busy", "part", "peak-label", "when"]);
+const OWN_ATTRIBUTES = new Set(["aria-label", "placeholder"]);
+
 /** An element. Children are elements or text: names come from the profiled program and are never read as HTML. */
 function element(tag, attributes = {}, ...children) {
+  const classes = (attributes.class ?? "").split(" ");
+  const isOwn = OWN_TAGS.has(tag) ? !classes.includes("link") : classes.some((name) => OWN_CLASSES.has(name));
+  const own = (child) => (isOwn && attributes.translate !== "no" && typeof child === "string" ? translated(child) : child);
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
@@ -11,10 +19,10 @@ function element(tag, attributes = {}, ...children) {
     } else if (name === "style") {
       for (const [property, setting] of Object.entries(value)) node.style.setProperty(property, setting);
     } else {
-      node.setAttribute(name, value === true ? "" : value);
+      node.setAttribute(name, value === true ? "" : OWN_ATTRIBUTES.has(name) ? translated(value) : value);
     }
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined).map(own));
   return node;
 }
 

@@ -83,7 +83,7 @@ function drawGaps(context, area, view, scale, colors) {
     context.rotate(-Math.PI / 2);
     context.textAlign = "left";
     context.fillStyle = colors.accent;
-    context.fillText(`${formatCount(gap.events)} events are missing`, 0, 0);
+    context.fillText(translated(`${formatCount(gap.events)} events are missing`), 0, 0);
     context.restore();
   }
 }
@@ -125,7 +125,7 @@ function drawSteps(context, area, view, picked, scale, colors) {
     if (index % every || Math.min(to, area.width) - from < (every > 1 ? 2 : 20)) continue;
     context.fillStyle = colors.muted;
     const label = every > 1 || to - from < 52 ? `${view.timeline.step[row]}` : `step ${view.timeline.step[row]}`;
-    context.fillText(label, x + 3, area.top - 8);
+    context.fillText(translated(label), x + 3, area.top - 8);
   }
 }
 

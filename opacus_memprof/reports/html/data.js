@@ -3,6 +3,26 @@
 
 const REPORT = JSON.parse(document.getElementById("report-data").textContent);
 
+/** Labels with {names} and their translations, the longest first; none in English. */
+const PATTERNS = Object.entries(REPORT.labels)
+  .filter(([label]) => label.includes("{"))
+  .sort(([a], [b]) => b.length - a.length)
+  .map(([label, said]) => [new RegExp(`^${escaped(label).replace(/\{(\w+)\}/g, "(?<$1>.+?)")}$`), said]);
+
+function escaped(label) {
+  return label.replace(/[.*+?^$()|[\]\\]/g, "\\$&");
+}
+
+/** A label in the language of the page's reader, with the parts of it that are labels, too. */
+function translated(text) {
+  if (Object.hasOwn(REPORT.labels, text)) return REPORT.labels[text];
+  for (const [pattern, said] of PATTERNS) {
+    const found = text.match(pattern);
+    if (found) return said.replace(/\{(\w+)\}/g, (_, name) => translated(found.groups[name]));
+  }
+  return text;
+}
+
 /** Category → colour, in the order of a stack from its bottom. */
 const COLORS = new Map(REPORT.colors);
 
@@ -51,5 +71,5 @@ function labelled(category) {
 }
 
 function moduleName(name) {
-  return name || "(no module)";
+  return name || translated("(no module)");
 }

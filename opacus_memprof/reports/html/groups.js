@@ -37,7 +37,7 @@ function groupTable(title, groups, whole) {
   const rows = Object.entries(groups).map(([name, sizes]) => ({ name, sizes, total: sum(sizes) }));
   rows.sort((a, b) => b.total - a.total);
   const columns = [
-    { title, as: "name", value: (row) => row.name, cell: (row) => row.name || "(none)" },
+    { title, as: "name", value: (row) => row.name, cell: (row) => row.name || translated("(none)") },
     { title: "bytes", number: true, value: (row) => row.total, cell: (row) => bytes(row.total) },
     { title: "share", number: true, cell: (row) => formatShare(row.total, whole) },
     { title: "by category", as: "wide", cell: (row) => stackedBar(row.sizes, rows[0].total) },

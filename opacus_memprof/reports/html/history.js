@@ -31,7 +31,7 @@ function stepsCard({ device, chart }) {
         "aria-label": `Show step ${row.step} in the timeline`,
         onclick: () => chart.showStep(row.step),
       },
-      "show",
+      translated("show"),
     );
   const columns = [
     { title: "step", number: true, value: (row) => row.step, cell: (row) => formatCount(row.step) },

@@ -9,7 +9,7 @@
  */
 function moduleTree(modules) {
   const named = Object.entries(modules).map(([name, sizes]) => [name ? name.split(".") : [], sizes]);
-  return treeOf(named, "all modules", "(no module)", ".");
+  return treeOf(named, translated("all modules"), translated("(no module)"), ".");
 }
 
 /** The tree of the program's lines, `{"innermost < its caller < …": {category: bytes}}`; the rest has no known line. */
@@ -19,7 +19,7 @@ function lineTree(lines, categories) {
     for (const [category, size] of Object.entries(sizes)) rest[category] -= size;
   }
   const named = Object.entries(lines).map(([calls, sizes]) => [calls.split(" < ").reverse(), sizes]);
-  return treeOf([...named, [[], rest]], "all lines", "(no known line)", " → ");
+  return treeOf([...named, [[], rest]], translated("all lines"), translated("(no known line)"), " → ");
 }
 
 function treeOf(named, all, none, separator) {
@@ -50,7 +50,7 @@ function treeNode(module, parent, none, separator) {
   const node = { name, label, parent, sizes, total: sum(sizes) };
   node.children = [...inside.values()].map((child) => treeNode(child, node, none, separator));
   if (node.children.length && sum(own)) {
-    const itself = parent ? "(itself)" : none;
+    const itself = parent ? translated("(itself)") : none;
     node.children.push({ name, label: itself, parent: node, sizes: own, total: sum(own), children: [], itself: true });
   }
   node.children = node.children.filter(({ total }) => total > 0).sort(inOrder);

@@ -180,7 +180,7 @@ class ModuleView {
     const items = path.map((node) => {
       const current = node === this.node;
       if (current) return element("li", { "aria-current": "location" }, node.label, " ", bytes(node.total));
-      return element("li", {}, element("button", { type: "button", onclick: () => this.open(node) }, node.label));
+      return element("li", {}, element("button", { type: "button", translate: "no", onclick: () => this.open(node) }, node.label));
     });
     this.breadcrumb.replaceChildren(element("ol", {}, items));
   }

@@ -15,8 +15,8 @@ function themeSwitch(onChange) {
   const current = () => document.documentElement.dataset.theme ?? "auto";
   const next = () => THEMES[(THEMES.indexOf(current()) + 1) % THEMES.length];
   const show = () => {
-    button.textContent = `${{ auto: "◐", light: "☀", dark: "☾" }[current()]} ${current()}`;
-    button.setAttribute("aria-label", `Theme: ${current()}. Switch to ${next()}`);
+    button.textContent = `${{ auto: "◐", light: "☀", dark: "☾" }[current()]} ${translated(current())}`;
+    button.setAttribute("aria-label", translated(`Theme: ${current()}. Switch to ${next()}`));
   };
   setTheme(remembered());
   show();

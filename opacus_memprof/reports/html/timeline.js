@@ -30,7 +30,7 @@ function peakSentence({ peak }) {
   const when = peak.event === null ? "not among the recorded events" : `at event ${formatCount(peak.event)}`;
   return element(
     "span",
-    { "data-peak": peak.requested_bytes },
+    { class: "own", "data-peak": peak.requested_bytes },
     `The peak: ${formatCount(peak.requested_bytes)} bytes, ${where}, ${when}.`,
   );
 }
@@ -103,7 +103,7 @@ class TimelineChart {
     const largest = (sizes) => sizes.reduce((most, size) => Math.max(most, size), 0);
     const items = this.view.timeline.categories.filter(({ sizes }) => largest(sizes) > 0).reverse();
     const buttons = items.map(({ name }) => {
-      const button = element("button", { type: "button", "aria-pressed": "true" }, swatch(name), name);
+      const button = element("button", { type: "button", translate: "no", "aria-pressed": "true" }, swatch(name), name);
       button.addEventListener("click", () => {
         const shown = this.view.hidden.has(name);
         if (shown) this.view.hidden.delete(name);
@@ -179,7 +179,7 @@ class TimelineChart {
     this.placeCursor();
     const unit = this.view.unit === "event" ? "events " : "";
     const whole = this.view.isWhole ? "whole run" : `${unit}${this.view.label(this.view.from)} to ${this.view.label(this.view.to)}`;
-    this.range.textContent = whole;
+    this.range.textContent = translated(whole);
     Object.assign(this.frame.dataset, { from: this.view.from, to: this.view.to });
   }
 

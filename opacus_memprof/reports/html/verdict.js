@@ -43,5 +43,5 @@ async function copy(text, button) {
     getSelection().selectAllChildren(text);
     document.execCommand("copy");
   }
-  button.textContent = "Copied";
+  button.textContent = translated("Copied");
 }
