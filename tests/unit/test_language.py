@@ -129,7 +129,7 @@ def as_printed(expression: ast.expr) -> str:
 def test_no_sentence_of_a_finding_or_a_suggestion_is_missing(file: str) -> None:
     tree = ast.parse((PACKAGE / "analysis" / file).read_text(encoding="utf-8"))
     found = [as_printed(expression) for expression in sentences_of(tree)]
-    sentences = [text for text in found if re.search("[a-z]+ [a-z]+ [a-z]+", text)]
+    sentences = [text for text in found if re.match("[^.]*[a-z]+ [a-z]+ [a-z]+", text)]  # ". And so on" is a part
     assert sentences
     with in_language("zh"):
         missing = [text for text in sentences if not re.search(r"[\u4e00-\u9fff]", language.tr_sentence(text))]

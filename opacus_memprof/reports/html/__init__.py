@@ -11,7 +11,7 @@ from typing import Any
 
 from opacus_memprof.language import current_language, page_labels, tr, tr_sentence
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
-from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.json_object import JsonObject, to_json
 from opacus_memprof.reports.figures import THEMES, category_color
 from opacus_memprof.versions import VERSION
 
@@ -39,6 +39,7 @@ def build_page(
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in scripts)
     colors = [[name, category_color(name)] for name in stack_order(categories)]
     meanings = {category.name: tr_sentence(category.meaning) for category in CATEGORIES}
+    said = content if current_language() == "en" else _in_words_of_the_reader({**content})
     words = {"colors": colors, "meanings": meanings, "labels": page_labels()}
     template = Template((_HERE / "template.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -49,13 +50,13 @@ def build_page(
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_json_in_script({"version": VERSION, **words, **_in_words_of_the_reader(dict(content))}),
+        data=_json_in_script({"version": VERSION, **words, **said}),
     )
 
 
 def _in_words_of_the_reader(content: Any, is_sentence: bool = False) -> Any:
     """Returns content with its sentences translated."""
-    match content:
+    match {**content} if isinstance(content, JsonObject) else content:
         case str():
             return tr_sentence(content) if is_sentence else content
         case list() | tuple():

@@ -28,7 +28,7 @@ function heldCard() {
   const ofModules = Object.entries(modules).map(([name, sizes]) => {
     return { name: moduleName(name), sizes, size: sum(sizes) };
   });
-  const ofSteps = steps.map(({ step, age, bytes: size }) => ({ name: `step ${step} (${ago(age)})`, size }));
+  const ofSteps = steps.map(({ step, age, bytes: size }) => ({ name: translated(`step ${step} (${ago(age)})`), size }));
   return card("held", "Held when it failed", [
     sizesTable("Held by category", "category", byCategory(categories), labelled),
     sizesTable("Held by module", "module", ofModules),
@@ -66,10 +66,10 @@ function neededCard() {
 function roomCard() {
   const { room, batch } = FAILURE;
   const known = ROOM.filter(([key]) => room[key] !== null && room[key] !== undefined);
-  const rows = known.map(([key, name]) => ({ name, size: bytes(room[key]) }));
+  const rows = known.map(([key, name]) => ({ name: translated(name), size: bytes(room[key]) }));
   if (batch.samples) {
-    rows.push({ name: "a sample, at the peak", size: bytes(batch.bytes_per_sample) });
-    rows.push({ name: "samples that fit at a time", size: `${batch.largest_that_fits ?? 0} of ${batch.samples}` });
+    rows.push({ name: translated("a sample, at the peak"), size: bytes(batch.bytes_per_sample) });
+    rows.push({ name: translated("samples that fit at a time"), size: `${batch.largest_that_fits ?? 0} of ${batch.samples}` });
   }
   const columns = [
     { title: "", as: "name", cell: (row) => row.name },
