@@ -146,6 +146,14 @@ void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
   add_work(stream_of(arguments), std::move(work));
 }
 
+void note_written_by_kernel(const at::Tensor& tensor) {
+  if (!is_plain(tensor)) return;
+  const at::Tensor unowned = alias_on(tensor, tensor.device());
+  if (is_capturing() && add_work(stream_of({tensor}), [unowned] { note_not_computed(unowned); }))
+    return;
+  note_not_computed(tensor);
+}
+
 void capture_allocation(void* stream, Span span) {
   if (is_capturing()) add_work(stream, [span] { ranges().reset(span); });
 }

@@ -25,6 +25,10 @@ void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
                   const std::vector<c10::IValue>& arguments,
                   const std::vector<c10::IValue>& results);
 
+// A kernel that no operator has launched writes the tensor: its values are unknown, from now on or,
+// where its stream is captured, from each replay on.
+void note_written_by_kernel(const at::Tensor& tensor);
+
 // Adds to the graph that the memory is handed out anew there, where `stream` is captured.
 void capture_allocation(void* stream, Span span);
 

@@ -2,13 +2,13 @@
 // The Python face of the virtual GPU's values; definitions only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
-#include <cstdint>
 #include <string>
 
 #include "virtual_values/counts.h"
+#include "virtual_values/graphs.h"
 #include "virtual_values/intercept.h"
-#include "virtual_values/tensors.h"
 
 namespace values = opacus_memprof::virtual_values;
 
@@ -22,7 +22,5 @@ PYBIND11_MODULE(_virtual, module) {
   module.def("count_rank_read", [](const std::string& operation) {
     values::count_unknown_read(operation, values::State::alike);
   });
-  module.def("note_not_computed", [](std::uintptr_t begin, std::uintptr_t end) {
-    values::ranges().set_not_computed({begin, end});
-  });
+  module.def("note_written_by_kernel", &values::note_written_by_kernel);
 }

@@ -151,7 +151,8 @@ def _configure_compilers(libraries: Path) -> None:
     """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
     _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
-    _on_import("torch._inductor.config", _use_one_compile_thread)
+    _on_import("triton.compiler.compiler", _note_what_kernels_write)
+    _on_import("torch._inductor.config", _compile_here)
     _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
     _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
 
@@ -190,9 +191,19 @@ def _leave_proofs_out(situations: Any) -> None:
     situations.knows_numbers = False
 
 
-def _use_one_compile_thread(config: Any) -> None:
-    """Compiles in this process, because Inductor's worker processes have no virtual GPU."""
+def _note_what_kernels_write(compiler: Any) -> None:
+    from opacus_memprof.virtual_gpu import values  # loads torch
+
+    values.note_what_kernels_write(compiler.CompiledKernel)
+
+
+def _compile_here(config: Any) -> None:
+    """Compiles in this process, because Inductor's worker processes have no virtual GPU, and launches by Triton.
+
+    What kernels write is noted where Triton launches them.
+    """
     config.compile_threads = 1
+    config.use_static_cuda_launcher = False
 
 
 def _wait_for_threads_at_exit() -> None:

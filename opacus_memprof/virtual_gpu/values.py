@@ -21,6 +21,7 @@ values, but not the values of a real GPU.
 Imports torch, so it must be imported after the program has imported torch.
 """
 
+import re
 import sysconfig
 import threading
 from dataclasses import dataclass, field
@@ -97,6 +98,85 @@ def _patch_threads() -> None:
         bootstrap(self)
 
     threading.Thread._bootstrap_inner = bootstrap_with_values  # type: ignore[attr-defined]
+
+
+# What TTIR stores through, and what it takes a pointer for that may store.
+_STORES = re.compile(r"\btt\.(?:store|atomic_\w+|\w*descriptor_(?:store|reduce|scatter)\w*)\b")
+_FOREIGN = re.compile(r"\btt\.(?:elementwise_inline_asm|extern_elementwise)\b.*!tt\.ptr")
+_ELSEWHERE = re.compile(r"\btt\.call\b|\bcf\.\w*br\b[^:]*\(")  # functions and blocks with arguments are not followed
+_NAME = re.compile(r"%[\w.$-]+")
+
+
+def note_what_kernels_write(kernel: Any) -> None:
+    """Makes a class of Triton's kernels note, at each launch, that what they write has unknown values from then on.
+
+    Args:
+        kernel: triton.compiler.compiler.CompiledKernel.
+    """
+    initialize = kernel._init_handles
+
+    @wraps(initialize)
+    def initialize_noting(self: Any) -> None:
+        initialize(self)
+        name = "_run" if isinstance(getattr(kernel, "run", None), property) else "run"
+        launch = getattr(self, name)
+        if hasattr(launch, "notes"):
+            return
+        kinds = list(self.src.signature.values())
+        parameters = [position for position, of in enumerate(kinds) if of != "constexpr"]
+        written = written_parameters(self.asm.get("ttir", ""))
+
+        def launch_noting(*arguments: Any) -> None:
+            launch(*arguments)
+            given = arguments[9:]  # after the grid, the stream, the function, metadata and hooks
+            if len(given) == len(kinds):
+                given = tuple(given[position] for position in parameters)
+            for position, argument in enumerate(given):
+                tensor = getattr(argument, "base", argument)  # of a descriptor
+                if (written is None or position in written) and isinstance(tensor, torch.Tensor):
+                    _virtual.note_written_by_kernel(tensor)
+
+        launch_noting.notes = True  # type: ignore[attr-defined]
+        setattr(self, name, launch_noting)
+
+    kernel._init_handles = initialize_noting
+
+
+def written_parameters(ttir: str) -> set[int] | None:
+    """Returns the positions of a kernel's parameters through which it stores, or None if its TTIR does not tell.
+
+    Each name stands for the parameters from which it may be derived, other than by loading.
+    """
+    header = re.search(r"tt\.func public @[^(]*\((.*)", ttir)
+    if header is None or _ELSEWHERE.search(ttir):
+        return None
+    origins = {name: {position} for position, name in enumerate(re.findall(r"(%[\w.$-]+): ", header[1]))}
+    written: set[int] = set()
+    lines = [line.partition(" loc(")[0].strip() for line in ttir[header.end() :].splitlines()]
+    before = -1
+    while (known := sum(map(len, origins.values())) + len(written)) > before:  # loops hand on what they have computed
+        before = known
+        regions: list[set[str]] = []  # the names that a region's yield gives values to
+        for line in lines:
+            names = _NAME.findall(line)
+            found = set[int]().union(*(origins.get(name, ()) for name in names))
+            results = _NAME.findall(line.partition(" = ")[0]) if line.startswith("%") else []
+            if "iter_args(" in line or "scf.while" in line:
+                results = names
+            if line.startswith("}") and regions:
+                results = list(regions.pop())
+            if line.endswith("{"):
+                regions.append(set(results))
+            if line.startswith(("scf.yield", "scf.condition")) and regions:
+                results = list(regions[-1])
+            if _STORES.search(line):
+                written |= origins.get(next(name for name in names if name not in results), set())
+            elif _FOREIGN.search(line):
+                written |= found
+            elif "tt.load" not in line:
+                for name in results:
+                    origins[name] = origins.get(name, set()) | found
+    return written
 
 
 def unknown_reads() -> list[Use]:

@@ -119,6 +119,18 @@ def test_higher_order_operators_work_without_a_compiler() -> None:
     assert found["dtensor"]["reads"] == []
 
 
+def test_what_kernels_of_triton_write_is_unknown_and_what_they_read_is_not() -> None:
+    found = run("kernels", python=(sys.executable,))["kernels"]
+    assert found == {
+        "added": [True, False, False],
+        "in_turn": [True, True, False],
+        "one_of": [True, True, False],
+        "part": [True, False],
+        "compiled": [True, False, True],
+        "graph": [False, True],
+    }
+
+
 def test_many_uses_of_a_gpu_give_what_the_cpu_gives_or_are_said() -> None:
     program = PROGRAM.with_name("virtual_programs.py")
     done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, timeout=300)

@@ -21,6 +21,8 @@ if "without" in sys.argv:
 virtual_gpu.start("h200")
 
 import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -308,6 +310,67 @@ def dtensor() -> dict[str, Any]:
     return {"deviation": deviation, "reads": [use.operation for use in values.unknown_reads()]}
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def added(x, y, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(x + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_turn(x, y, z, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, block)
+    left, right = x + at, y + at
+    for _ in range(n):
+        tl.store(left, tl.load(right) + tl.load(z + at))
+        left, right = right, left
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def one_of(x, y, z, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    base = x if n > 5 else y
+    tl.atomic_add(base + tl.arange(0, block), tl.load(z + tl.arange(0, block)))
+
+
+def kernels() -> dict[str, Any]:
+    """Which of the tensors that a kernel of Triton gets have unknown values afterwards."""
+
+    def unknown(*tensors: Tensor) -> list[bool]:
+        found = []
+        for tensor in tensors:
+            before = sum(use.count for use in values.unknown_reads())
+            tensor.sum().item()
+            found.append(sum(use.count for use in values.unknown_reads()) > before)
+        return found
+
+    def ones() -> tuple[Tensor, ...]:
+        return tuple(torch.ones(64, device="cuda") for _ in range(3))
+
+    found = {}
+    for kernel in (added, in_turn, one_of):
+        x, y, z = ones()
+        kernel[(1,)](*(x, y) if kernel is added else (x, y, z), 64, block=64)
+        found[kernel.__name__] = unknown(x, y, z)
+    whole = torch.ones(64, 2, device="cuda")
+    added[(1,)](whole[:8], ones()[0], 8, block=16)
+    found["part"] = unknown(whole[:8], whole[8:])
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        return (x * y).relu()
+
+    x, y, _ = ones()
+    result = torch.compile(step)(x, y)
+    found["compiled"] = unknown(x, y, result)
+    x, y, _ = ones()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        added[(1,)](x, y, 64, block=64)
+    captured = unknown(x)
+    graph.replay()
+    found["graph"] = captured + unknown(x)
+    return found
+
+
 def run_on_both(function: Callable[[str], Any]) -> dict[str, Any]:
     on_cpu = function("cpu")
     return {"cpu": on_cpu, "cuda": function("cuda"), "reads": [use.operation for use in values.unknown_reads()]}
@@ -492,6 +555,7 @@ FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "graphs": graphs,
     "higher_order": lambda: run_on_both(higher_order),
     "dtensor": dtensor,
+    "kernels": kernels,
     "scaler": scaler,
     "blocks": blocks,
     "unknown": unknown,
