@@ -57,12 +57,12 @@ class VerdictView:
     """The verdict on one device of a run, or on a plan.
 
     Attributes:
-        outcome: "failed" if memory ran out, "fits" of a plan that does, or "peak".
+        outcome: "failed" if memory ran out, "fits" if it is a plan that fits, otherwise "peak".
         headline: the verdict in capitals, such as "OUT OF MEMORY". `where` completes the sentence.
         lines: further lines, each a label, which may be "", and a text.
-        heading: of the fixes; without one of a failure, a sentence that says so.
+        heading: the heading of the fixes; if a failure has none, a sentence that says so.
         fixes: at most three.
-        device: its name in the profile; "" of a plan.
+        device: its name in the profile; "" for a plan.
         command: tries the fixes on a virtual GPU; "" if there is none.
     """
 

@@ -341,7 +341,7 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
 
 
 def _record_evaluation(model: WatchedModel, elements: int) -> None:
-    """Records a forward pass in eval mode that records a graph: its step, and whether its batch is the largest."""
+    """Records an evaluation that builds a graph for backward: its step, and whether its batch is the largest."""
     step = native.step()[0]
     if model.evaluated_in[-1:] != [step]:
         model.evaluated_in = [*model.evaluated_in[-_EVALUATIONS:], step]

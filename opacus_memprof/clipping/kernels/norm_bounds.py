@@ -92,7 +92,9 @@ def is_below(norms: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
 
 
 def has_digits(squares: torch.Tensor, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Returns for which samples a clipped sum may round the operands of the gradient, as booleans [N].
+    """Returns which gradients keep enough correct digits in a product with rounded operands, as booleans [N].
+
+    A clipped sum may round the operands of these samples. In the others the gradients of the tokens cancel too much.
 
     Args:
         squares: the squared norms of `g[n] @ a[n]`, [N].

@@ -171,9 +171,9 @@ class Layer:
         raise NotImplementedError
 
     def terms(self, x: torch.Tensor) -> int:
-        """Returns the number of products in which an element of the input meets one channel's output gradients.
+        """Returns how many output positions of one channel use an element of the input, at most.
 
-        For indices, returns the number of indices in a sample.
+        1 for linear layers. If the input is indices, returns the number of indices in a sample.
         """
         return 1
 

@@ -150,7 +150,9 @@ def _weighted_sums(stacks: list[torch.Tensor], factors: torch.Tensor, dtype: tor
 
 
 class Splits:
-    """The clip factors of each layer's pair, split by `KeptTensors.lost`, with two launches for all of them.
+    """The clip factors of each layer's pair (x, g), split by sample: accurate Gram norms, and lost ones.
+
+    Two launches split the factors of all layers. `KeptTensors.lost` says which samples of a layer are lost.
 
     Args:
         kept: the kept tensors by layer.
@@ -176,7 +178,10 @@ class Splits:
         return SplitFactors(rounded if lost is None else rounded[0], None if lost is None else lost[0])
 
     def of_layers(self, layers: Sequence[Layer]) -> SplitFactors:
-        """Returns the factors of consecutive layers: [layers, B] if all have lost samples, [B] if none has."""
+        """Returns the factors of consecutive layers.
+
+        Their shape is [layers, B] if every layer has samples with a lost norm, and [B] if no layer has any.
+        """
         if layers[0] not in self._places:
             return SplitFactors(self.factors, None)
         device, first = self._places[layers[0]]

@@ -44,7 +44,15 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """Returns the output with views instead of these tensors, which are among its leaves, and the views."""
+    """Replaces some tensors of an output by views of them.
+
+    Args:
+        output: a tensor, or a container of tensors.
+        tensors: tensors among its leaves.
+
+    Returns:
+        The output with the views, and the views.
+    """
     leaves, structure = tree_flatten(output)
     views = [x.view_as(x) for x in tensors]
     for x, view in zip(tensors, views, strict=True):

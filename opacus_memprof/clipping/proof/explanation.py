@@ -71,7 +71,7 @@ class RecordedForward:
         return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
 
     def release(self) -> None:
-        """Drops all data. Hooks of outputs that the program keeps still refer to this object."""
+        """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
         self.__dict__.clear()
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def check_explained(
     names: Mapping[nn.Parameter, str],
     workspace: Workspace,
 ) -> None:
-    """Compares the tensors that a backward pass has kept with gradients of its forwards' outputs.
+    """Checks that a backward pass has kept the same gradients that plain autograd finds from the outputs.
 
     Args:
         each: the pass.
@@ -178,9 +178,9 @@ def check_explained(
 
 
 def _sums(each: BackwardPass, workspace: Workspace) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yields the sums of the tensors that a pass has kept, with all factors 1, or its already clipped sums.
+    """Yields each parameter with the sum of its per-sample gradients in a backward pass.
 
-    Releases nothing.
+    The gradients are not clipped, unless the pass has formed clipped sums already. The kept tensors stay.
     """
     yield from each.sums.items()
     if each.clipped:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The situation of a forward: everything on which a proof depends and that a program may change between two steps.
 
-Also the program's contexts, which a proof leaves, and the hooks that it runs as a call of the model does.
+Also context managers under which a proof runs without compiled autograd and without the program's saved-tensors hooks,
+and functions that run the hooks of a module as a call of it would.
 """
 
 import functools
