@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,16 +36,16 @@ WRONG = {
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
 )
-Peaks = dict[str, dict[str, list[int]]]
+Rows = dict[str, dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def peaks() -> Peaks:
-    """By model and mode, the predicted peak and the one that a run had."""
+def rows() -> Rows:
+    """By model: its peaks by mode, and the modes' by change; each the predicted one and the one that a run had."""
     completed = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=ENVIRONMENT, timeout=1200)
     assert completed.returncode == 0, completed.stderr[-2000:]
-    rows = map(json.loads, completed.stdout.splitlines())
-    return {row["model"]: row["peaks"] for row in rows if "peaks" in row}
+    found = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
+    return {row["model"]: row for row in found}
 
 
 def _case(model: str, mode: str) -> object:
@@ -54,8 +55,8 @@ def _case(model: str, mode: str) -> object:
 
 
 @pytest.mark.parametrize(("model", "mode"), [_case(model, mode) for model in MODELS for mode in MODELS[model].modes])
-def test_a_mode_takes_what_is_predicted(model: str, mode: str, peaks: Peaks) -> None:
-    predicted, actual = peaks[model][mode]
+def test_a_mode_takes_what_is_predicted(model: str, mode: str, rows: Rows) -> None:
+    predicted, actual = rows[model]["peaks"][mode]
     assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual
 
 
@@ -67,20 +68,8 @@ CHANGES = ("checkpoint", "fused_attention", "optimizer", "dtype", "lora", "seque
 MODES = ("hooks", "flash_clip")
 
 
-@pytest.fixture(scope="module")
-def changes() -> dict[str, dict[str, list[int]]]:
-    """By mode and change of the training, the predicted peak and the one that a run had."""
-    command = [sys.executable, SCRIPT, "--changes", "transformer, long"]
-    completed = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600)
-    assert completed.returncode == 0, completed.stderr[-2000:]
-    rows = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
-    return rows[-1]["changes"]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_training_takes_what_is_predicted(
-    change: str, mode: str, changes: dict[str, dict[str, list[int]]]
-) -> None:
-    predicted, actual = changes[mode][change]
+def test_a_change_of_the_training_takes_what_is_predicted(change: str, mode: str, rows: Rows) -> None:
+    predicted, actual = rows["transformer, long"]["changes"][mode][change]
     assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual

@@ -110,6 +110,13 @@ def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) ->
     assert [components_by_module(model)[f"1.0.{number}"] for number in range(len(layers))] == expected
 
 
+def test_an_mlp_before_the_attention_is_told_apart() -> None:
+    layers = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH)]
+    blocks = nn.ModuleList([nn.ModuleList(nn.Linear(*widths) for widths in layers)])
+    components = components_by_module(nn.Sequential(nn.Embedding(9, WIDTH), blocks, nn.Linear(WIDTH, 9)))
+    assert [components[f"1.0.{number}"] for number in range(4)] == ["mlp", "mlp", "attention", "attention"]
+
+
 class Misleading(nn.Module):
     """Names of other things."""
 

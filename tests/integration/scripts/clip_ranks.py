@@ -6,6 +6,8 @@ prints the largest difference that it has found. The backend is gloo, on the CPU
 """
 
 import contextlib
+import gc
+import importlib
 import os
 import socket
 import sys
@@ -304,8 +306,11 @@ def run(rank: int, backend: str, world: int, port: int, groups: list[str]) -> No
 
 
 def main() -> None:
-    """Imports once, and forks the ranks."""
+    """Imports once, also what torch imports late, and forks the ranks."""
     warnings.simplefilter("ignore")
+    for late in ("torch._dynamo", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(late)
+    gc.freeze()  # no rank's collection looks through all that was imported
     torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
