@@ -18,7 +18,7 @@ from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.planning.configuration import PlannedConfiguration, Range
 from opacus_memprof.planning.draws import TOLERATED, Draws
 from opacus_memprof.planning.runs import PlannedRuns
-from opacus_memprof.planning.table import PlannedCell, smallest_gpus
+from opacus_memprof.planning.table import Bracket, PlannedCell, smallest_gpus
 from opacus_memprof.planning.verdict import Advice, Verdict, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.directory import PLAN, PROFILE
@@ -240,14 +240,22 @@ def _explained(cell: PlannedCell, searched: Range) -> str:
     assert best is not None
     assert run is not None
     fits = f"{tr('fits')} ({tr_sentence(_only_just(run))})" if run.retries else tr("fits")
-    end = (
-        tr("it is the range's end") if best == searched.high else tr("{value} was run and does not fit", value=best + 1)
-    )
+    end = _end(best, Bracket.from_points(cell.points).bad, searched.high)
     ran = ", ".join(str(value) for value in sorted(cell.runs))
     slope = "" if line is None else format_bytes(round(line.slope))
     grows = "" if line is None else tr("; computed between the runs: {slope} for each", slope=slope)
     said = tr("was run and {fits}, {end} (ran: {ran})", fits=fits, end=end, ran=ran)
     return f"{escape(cell.label)}: {searched.name}={best} {said}{grows}"
+
+
+def _end(best: int, bad: int | None, high: int) -> str:
+    """Says what is known of the values above the largest that fits."""
+    if best == high:
+        return tr("it is the range's end")
+    if bad is None:
+        return tr("larger ones were not run")
+    end = tr("{value} was run and does not fit", value=bad)
+    return end if bad == best + 1 else tr("{end}, and none between them was run", end=end)
 
 
 def _print(console: Console, text: str) -> None:

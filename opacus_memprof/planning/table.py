@@ -4,7 +4,8 @@
 A peak is the largest of many instants, each of which grows linearly with the batch, so it is piecewise linear. A line
 through two runs that fit predicts the limit. A run close to the limit makes the line exact; then the predicted value
 and the next one are run. If the line was wrong, the interval between is bisected. Reserved bytes predict the limit
-while the allocator returns no memory to the GPU; requested bytes predict an upper limit in any case.
+while the allocator returns no memory to the GPU; requested bytes predict an upper limit in any case. A cell takes at
+most MOST_RUNS; where these do not settle it, the largest value that fitted is the answer.
 
 Between these limits, fragmentation decides whether a value fits, and round values are the worst: torch reserves memory
 in pieces of 2 MiB. If tensors are whole pieces, nothing is left at their ends for slightly larger tensors. Therefore
@@ -22,7 +23,10 @@ from opacus_memprof.planning.verdict import check_run, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
-_FEW_RUNS = 7  # then lines have been wrong too often, and every second run bisects
+MOST_RUNS = 8  # of a cell
+_AT_ONCE = 2  # of these: what a run tells is worth more than one more at the same time
+_FEW_RUNS = 5  # then lines have been wrong too often, and every second run bisects
+_PRECISION = 100  # an answer that needs cached memory back is found to one in so many
 _FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
 _PART_OF_FAR = 0.85  # of the way there
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
@@ -99,25 +103,41 @@ def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1
     Returns:
         [] when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted, the
         round values below it have fitted as far as cached memory was returned there, and the next value has not fitted
-        or is beyond `high`.
+        or is beyond `high`; where cached memory was returned, a value of the next percent. Also [] after MOST_RUNS.
     """
     if low not in points:
         return sorted({low, min(high, max(2 * low, low + 7))})[:width]
     found = Bracket.from_points(points)
     if not found.fitting:
         return []
-    good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
+    width = min(width, _AT_ONCE, MOST_RUNS - len(points))
+    good, top = found.fitting[-1], _end(points, found, high)
     fits_beyond = any(point.fits and value > top for value, point in points.items())
-    if top == good + 1 or fits_beyond:
+    if top - good <= _precision(points, good) or fits_beyond:
         roomy = max((value for value in found.fitting if not points[value].retries), default=low)
-        rounder = [value for value in _rounder(top - 1) if value > roomy and value not in points]
-        if rounder or top == good + 1:
+        rounder = [value for value in _rounder(good) if value > roomy and value not in points]
+        if rounder or top - good <= _precision(points, good):
             return rounder[:width]
     chosen = _guesses(points, found, top, width)
     if len(points) >= _FEW_RUNS and len(points) % 2:
         chosen = [(good + top) // 2, *chosen]
     chosen = [min(max(value, good + 1), top - 1) for value in chosen]
     return sorted([value for value in dict.fromkeys(chosen) if value not in points][:width])
+
+
+def _precision(points: Mapping[int, Point], good: int) -> int:
+    return max(1, good // _PRECISION) if points[good].retries else 1
+
+
+def _end(points: Mapping[int, Point], found: Bracket, high: int) -> int:
+    """Returns a value that does not fit or is beyond the range: run, or too large by the line of requested bytes."""
+    top = high + 1 if found.bad is None else found.bad
+    good = found.fitting[-1]
+    line = requested_line(points)
+    if line is None or not points[good].retries:
+        return top
+    most = line.value_at(points[good].may_reserve)
+    return top if most is None or most < good else min(top, most + 2)
 
 
 def _rounder(value: int) -> list[int]:
@@ -131,6 +151,8 @@ def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) 
     good = found.fitting[-1]
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)
+    if found.bad is not None and (anchors is None or top > _FAR * good):  # as much less as it may be more
+        return [round(good * (top / good) ** (part / (width + 1))) for part in range(1, width + 1)]
     if anchors is None:  # as if all memory grew with the value: an upper bound
         return [max(good * room // max(1, points[good].reserved), 2 * good, good + 7)]
     by_reserved = _line(points, anchors, "reserved").value_at(room)
@@ -139,8 +161,7 @@ def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) 
         return [top - 1]
     flushes = points[good].retries > 0  # then reserved bytes are not linear: they fall when cached memory is returned
     if flushes or by_reserved is None or by_reserved <= good:
-        end = top if by_requested < good else min(top, by_requested + 2)
-        parts = [good + (end - good) * part // (width + 1) for part in range(1, width + 1)]
+        parts = [good + (top - good) * part // (width + 1) for part in range(1, width + 1)]
         return parts if flushes else [good + 1, *parts]
     if found.bad is not None and by_reserved >= found.bad:  # the prediction was too high: by a little, or a lot
         wrong = sum(not point.fits for point in points.values())

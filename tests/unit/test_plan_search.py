@@ -36,7 +36,8 @@ def _measured(requested: int, waste: float) -> Point:
 @pytest.mark.parametrize("waste", [1.0, 1.04])
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -> None:
-    runs = []
+    """With eight runs: to the value where nothing was given back, else to 1 %, and less closely where lines bend."""
+    runs, off = [], []
     for seed in range(150):
         rng = random.Random(seed)
         peak, low, high = kind(rng), rng.choice([1, 3, 64]), 4096
@@ -46,11 +47,15 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -
             assert not points.keys() & set(values)
             points.update({value: _measured(peak(value), waste) for value in values})
         tried = [value for value in range(low, high + 1) if peak(value) <= ROOM]
-        assert largest(points) == (max(tried) if tried else None)
         runs.append(len(points))
-    runs.sort()
-    assert runs[len(runs) // 2] <= (10 if waste > 1 else 6) + width
-    assert runs[-1] <= 24 + 2 * width
+        answer = largest(points)
+        assert (answer is None) == (not tried)
+        if answer is not None:
+            off.append(1 - answer / max(tried))
+            assert 0 <= off[-1] <= (0 if waste == 1 else 0.01) or len(points) == 8
+    assert max(runs) <= 8
+    assert max(off) <= (0.25 if kind is _piecewise_linear else 0 if waste == 1 else 0.013)
+    assert sum(each <= 0.01 for each in off) >= 0.65 * len(off)
 
 
 def _in_pieces(value: int, sample: int, waste: float) -> Point:
@@ -83,8 +88,12 @@ def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
             points.update({value: _in_pieces(value, sample, waste) for value in values})
         fitting = [value for value in range(1, 4097) if _in_pieces(value, sample, waste).fits]
         failing = set(range(16, 4097, 16)) - set(fitting)
-        assert largest(points) == max(value for value in fitting if value < min(failing, default=4097))
-        smaller += largest(points) != fitting[-1]
+        answer = largest(points)
+        assert answer is not None
+        assert answer < min(failing, default=4097)
+        assert answer >= 0.96 * max(value for value in fitting if value < min(failing, default=4097))
+        assert len(points) <= 8
+        smaller += answer != fitting[-1]
     assert smaller > 0
 
 
@@ -97,7 +106,7 @@ def test_nothing_is_run_twice_where_nothing_grows() -> None:
     assert asked == [1, 80, 4096]  # 80 would be the largest if all of the 1 GiB grew with the value
 
 
-def test_the_next_value_of_the_answer_has_not_fitted() -> None:
+def test_no_smaller_value_than_the_answer_has_failed() -> None:
     """Also where larger ones fit again, as fragments have it."""
     points: dict[int, Point] = {}
     while values := next_values(points, 1, 100):
@@ -106,7 +115,8 @@ def test_the_next_value_of_the_answer_has_not_fitted() -> None:
             points[value] = Point(fits, value * 2**30, min(value * 2**30, ROOM), ROOM)
     best = largest(points)
     assert best is not None
-    assert not points[best + 1].fits
+    assert 36 <= best < 40
+    assert all(point.fits for value, point in points.items() if value <= best)
 
 
 @pytest.mark.parametrize("flushes", [False, True])
