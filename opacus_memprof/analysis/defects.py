@@ -85,12 +85,12 @@ def make_private_failed(run: Run) -> Iterator[Finding]:
         else:
             remedy = "a training is private only with the model, optimizer and loader that make_private returns"
         trained = any("backward" in entry.phases for entry in run.devices.values())
-        consequence = ". The program went on, and its training is not private" if trained else ""
+        ending = ". The program went on, and its training is not private" if trained else ""
         yield Finding(
             "make_private_failed",
             "",
             0,
-            f"PrivacyEngine.make_private raised {error}{consequence}",
+            f"PrivacyEngine.make_private raised {error}{ending}",
             remedy,
         )
 

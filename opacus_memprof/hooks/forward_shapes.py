@@ -320,7 +320,10 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     if not captures_outstanding:
         shapes.released = max(shapes.released, len(shapes.unreleased))
         shapes.unreleased.clear()
-    if torch.is_grad_enabled():
+    has_graph = torch.is_grad_enabled()
+    evaluates = not root.training and model.largest_trained > 0
+    shapes.evaluation = (samples, has_graph) if evaluates else None
+    if has_graph:
         shapes.unreleased.append(samples)
         if root.training:
             model.largest_trained = max(elements, model.largest_trained)
@@ -328,7 +331,7 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
             _record_evaluation(model, elements)
         if shapes.mode == "no_op" and torch._C._functorch.peek_interpreter_stack() is None:  # not in torch.func
             observations.record("no_op_graphs", 0, 0)
-    if not batches or batches[-1][1] != samples:
+    if not evaluates and (not batches or batches[-1][1] != samples):
         batches.append((native.step()[0], samples))
     model.remove_probes()  # the previous forward pass may have raised
     if elements > model.largest_batch:

@@ -137,6 +137,8 @@ class TrainingShapes:
         batches: (physical step, samples) whenever the number of samples changed.
         unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
             latest one last.
+        evaluation: the samples of the latest forward pass, and whether it records a graph, if it is in eval mode and
+            another was in training mode; else None.
         accumulated: the most backward passes whose per-sample gradients were kept for one step.
         released: the most forward passes whose captures a backward has released together.
         multiprocessors: of the GPU; 0 without one.
@@ -156,6 +158,7 @@ class TrainingShapes:
     keeps_gradients: bool | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    evaluation: tuple[int, bool] | None = None
     accumulated: int = 1
     released: int = 1
     multiprocessors: int = 0

@@ -20,6 +20,8 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "checkpoint": _before_training,
             "dtype": _before_training,
             "let_go": _unchanged,
+            "no_grad": _unchanged,
+            "clip_each_batch": _around_the_loop,
             "drop_gradients": _after_training_begins,
             "grad_sample_mode": _mode,
             "max_physical_batch_size": _around_the_loop,

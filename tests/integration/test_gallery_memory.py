@@ -60,6 +60,21 @@ CASES = (
         ("let_go",),
         (("outputs.append(output)", "outputs.append(output.detach().cpu())"),),
     ),
+    Case(
+        "evaluation_graphs",
+        "420MiB",
+        ("of step 8", "evaluating under torch.no_grad()"),
+        ("no_grad",),
+        (("def evaluate", "@torch.no_grad()\ndef evaluate"),),
+    ),
+    Case(
+        "accumulated_by_hand",
+        "600MiB",
+        ("per_sample_gradients", "clipping after each batch"),
+        ("clip_each_batch",),
+        (("batch_size=4)", "batch_size=32)"), (" / 8\n", "\n"), ("if step % 8 == 7:", "if True:")),
+    ),
+    Case("gpt_large_adam", "1000MiB", ("gradients of blocks.3.proj",), ("grad_sample_mode", "optimizer")),
     Case("bfloat16_on_t4", "1200MiB", ("no fused attention for bfloat16",), ("dtype",)),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )

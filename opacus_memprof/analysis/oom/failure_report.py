@@ -60,9 +60,10 @@ def build_report(
     waiting = {
         names.modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(names.modules)
     }
-    samples = shapes.batch_size_in(failure.step)
+    is_evaluation = shapes.evaluation is not None and failure.phase in ("forward", "idle")
+    samples = None if is_evaluation else shapes.batch_size_in(failure.step)
     left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0)
-    own = estimate_step(failure, shapes, history, left)
+    own = None if is_evaluation else estimate_step(failure, shapes, history, left)
     case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
     needed = case.peak()
     fitting = largest_that_fits(case, case.peak)

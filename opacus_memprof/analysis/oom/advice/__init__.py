@@ -10,7 +10,7 @@ from typing import Any
 
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import changes, training, waste
-from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, Suggestion
+from opacus_memprof.analysis.oom.advice.suggestion import COMBINED, DEFECT, Suggestion
 from opacus_memprof.analysis.oom.estimate import estimate_step
 from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, Leftovers, read_history
 from opacus_memprof.analysis.oom.predict import Case
@@ -23,6 +23,7 @@ __all__ = ["Suggestion", "advise"]
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
     waste.release_models,
+    waste.evaluate_without_graph,
     waste.run_again,
     waste.expandable_segments,
     waste.other_processes,
@@ -34,6 +35,14 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.physical_batch,
     changes.another_mode,
     training.change_training,
+)
+# For gradients of several batches that are accumulated for one step: how many more would follow is unknown.
+_ACCUMULATING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
+    waste.release_leftovers,
+    waste.release_models,
+    waste.run_again,
+    changes.clip_each_batch,
+    changes.another_mode,
 )
 _WORTHWHILE = 0.02  # of the peak
 # Improvements: they change neither the result of the training nor its batch.
@@ -56,8 +65,10 @@ def advise(case: Case) -> list[Suggestion]:
     First come suggestions that fit, smallest change of the program first. Suggestions that fit tightly follow in the
     same order; if they remove a defect, they stand among the first. The others come last, largest saving first.
     """
-    found = [each for adviser in ADVISERS for each in adviser(case) if each.saved > 0]
-    if not any(each.fits is not False for each in found):
+    advisers = _ACCUMULATING_ADVISERS if case.shapes.accumulated > 1 else ADVISERS
+    found = [each for adviser in advisers for each in adviser(case) if each.saved > 0]
+    # Adapters and shorter sequences are another training, and stand behind combinations.
+    if not any(each.fits is not False and not each.is_tight and each.change < COMBINED for each in found):
         found += training.combine(case)
     return sorted(
         found,
@@ -65,7 +76,7 @@ def advise(case: Case) -> list[Suggestion]:
             each.fits is False,
             each.is_tight and each.change != DEFECT,
             each.change if each.fits is not False else 0,
-            -each.saved,
+            0 if each.change == COMBINED else -each.saved,  # combinations come with the smallest first
         ),
     )
 

@@ -108,8 +108,8 @@ def clip_each_batch(case: Case) -> Iterator[Suggestion]:
         case.peak_of(case.step, accumulates=True),
         BATCH,
         f"clipping after each batch of {format_count(n, 'sample')}, with the same logical batch",
-        f"{batch_code(case, n)}\n    # with batch_size={passes * n} in the DataLoader; step and zero_grad after every "
-        "batch, and no division of the loss",
+        f"{batch_code(case, n)}\n    # the DataLoader's batch_size is the logical batch; step and zero_grad after each "
+        "batch, without a division of the loss",
         f"Per-sample gradients of {passes} batches are kept for one step; BatchMemoryManager keeps those of one and "
         "the clipped sums.",
         Action(kind="clip_each_batch", value=n),

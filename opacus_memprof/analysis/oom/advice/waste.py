@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from opacus_memprof.analysis.findings import MATERIAL, earlier_models, largest, model_of
-from opacus_memprof.analysis.oom.advice.suggestion import DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
+from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
 from opacus_memprof.analysis.oom.failure import (
+    ACTIVATIONS,
     CONTEXT,
     MARGIN,
     is_crowded_by_others,
@@ -16,6 +17,7 @@ from opacus_memprof.analysis.oom.failure import (
 )
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
+from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
@@ -86,6 +88,45 @@ def release_models(case: Case) -> Iterator[Suggestion]:
         "reference cycle.",
         Action(kind="release_models", modules=list(sizes)),
     )
+
+
+def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
+    """Suggests an evaluation without graphs, or one with smaller batches, if memory ran out in an evaluation."""
+    if case.shapes.evaluation is None or case.failure.phase not in ("forward", "idle"):
+        return
+    samples, has_graph = case.shapes.evaluation
+    instant = case.peak()
+    if has_graph:
+        size = sum(instant.parts.get(category, 0) for category in ACTIVATIONS)
+        yield suggest(
+            case,
+            replace(instant, parts={name: part for name, part in instant.parts.items() if name not in ACTIVATIONS}),
+            DEFECT,
+            "evaluating under torch.no_grad()",
+            "with torch.no_grad():  # around the evaluation; keep loss.item() and output.detach(), not loss and output",
+            f"An evaluation in eval mode records graphs, and {format_bytes(size)} of activations are live: "
+            "model.eval() alone keeps them for a backward pass.",
+            Action(kind="no_grad", modules=[]),
+        )
+        return
+    # A layer needs its input and its output at once. Inputs may be a whole test set, which stays.
+    growing = {name: 2 * size for name, size in instant.parts.items() if name in PER_SAMPLE - {"inputs"}}
+    sizes = (samples >> halvings for halvings in range(1, samples.bit_length()))
+    for n in sizes:
+        smaller = {name: size * n // samples for name, size in growing.items()}
+        peak = replace(instant, parts={**instant.parts, **smaller})
+        if case.fits(peak.bytes) is not False:
+            yield suggest(
+                case,
+                peak,
+                BATCH,
+                f"evaluating batches of {n} instead of {samples}",
+                f"DataLoader(..., batch_size={n})  # of the evaluation",
+                "What an evaluation allocates grows with its batch.",
+                Action(kind="batch_size", value=n),
+                largest=0,
+            )
+            return
 
 
 def _sized_by_strays(case: Case) -> str:
