@@ -162,6 +162,19 @@ def test_samples_that_zero_grad_drops_do_not_count(monkeypatch: pytest.MonkeyPat
         optimizer.step()
 
 
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+def test_noise_that_a_program_adds_itself_divides_nothing(clipping: str) -> None:
+    """As Opacus' add_noise: only scale_grad divides."""
+    module, optimizer = private(clipping, loss_reduction="mean")
+    backward(module, 3)
+    optimizer.clip_and_accumulate()
+    sums = [p.summed_grad.clone() for p in optimizer.params]
+    optimizer.add_noise()
+    for parameter, total in zip(optimizer.params, sums, strict=True):
+        assert torch.equal(parameter.grad, total)
+        assert total.any()
+
+
 def test_the_sizes_of_adaptive_clipping_count_all_parts() -> None:
     module, optimizer = private("adaptive")
     for samples, skips in ((3, True), (2, False)):

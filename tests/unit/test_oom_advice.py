@@ -95,6 +95,18 @@ def test_the_physical_batch_that_fits() -> None:
     assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
 
 
+def test_states_that_the_first_step_will_make_are_part_of_the_need() -> None:
+    n, sample = 512, 4 * 1024 * 4096
+    kept = [holding("model_parameters", sample), holding("per_sample_gradients", 8 * G)]
+    besides = []  # what does not grow with the batch
+    for states in (0, 2):
+        shapes = linear(n)
+        shapes.state_tensors = states
+        batch = build_report([failure(8 * G, kept, device_free=0, reserved=12 * G)], shapes)["batch"]
+        besides.append(batch["predicted_peak_bytes"] - 2 * batch["largest_that_fits"] * sample)
+    assert besides[1] - besides[0] == pytest.approx(2 * sample, rel=0.01)
+
+
 def test_fragments() -> None:
     kept = [holding("teacher", 60 * G, step=0, phase="idle")]
     report = build_report([failure(6 * G, kept, reserved=70 * G, largest_free=2 * G, device_free=G)], TrainingShapes())

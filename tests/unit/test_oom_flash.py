@@ -17,6 +17,7 @@ from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.hooks.forward_shapes import ShapeProbe
 from opacus_memprof.hooks.shapes import layer_shape_of
+from opacus_memprof.profiles.layer_shapes import CaptureShape
 from opacus_memprof.recording.observations import layer_shapes
 from tests.oracle.meter import WINDOW, storage_bytes, window_peaks
 
@@ -101,3 +102,18 @@ def test_norms_of_which_nothing_is_kept(samples: int) -> None:
 
     predicted = flash.FlashClip(seen, in_registers=False).norm_temporaries(samples, keep=False)
     assert predicted == pytest.approx(window_peaks(norms)["norms"], rel=0.01, abs=ROUNDING)
+
+
+@pytest.mark.parametrize(("ceiling", "at_once"), [(2**28, BATCH), (4 * 2 * 4 * 40 * 24, 4)])
+def test_a_call_whose_pair_is_left_is_formed_and_added_to_the_others(
+    ceiling: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three gradients of each sample: that of the call, a copy of the others' sum, and the new sum."""
+    monkeypatch.setattr(flash, "WORKSPACE_BYTES", ceiling)
+    module, tokens = nn.Linear(24, 40, bias=False), 10  # a pair is larger than half of a gradient, and not than one
+    sizes = (3 * 4 * BATCH * tokens * width for width in (24, 40))
+    forward = CaptureShape(BATCH, 3 * tokens, *sizes, element_bytes=4, from_leaf=False, calls=3)
+    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), forward, 0)
+    predicted = flash.FlashClip(seen, in_registers=False)
+    assert predicted.kept_calls(BATCH) == 1
+    assert predicted.merged_norm_temporaries(BATCH) == at_once * 3 * 4 * 40 * 24

@@ -2,11 +2,18 @@
 """The search for the largest value that fits, against trying every value on made-up peaks."""
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
 
 import pytest
 
-from opacus_memprof.planning.table import Point, largest, next_values
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
+from opacus_memprof.planning.runs import PlannedRuns
+from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_values
+from opacus_memprof.planning.virtual_run import VirtualRun
 
 ROOM = 80 * 2**30
 Peaks = Callable[[random.Random], Callable[[int], int]]
@@ -136,3 +143,43 @@ def test_few_runs_are_needed_where_reserved_bytes_bend(flushes: bool) -> None:
     assert best is not None
     assert not points[best + 1].fits
     assert len(points) <= (9 if flushes else 5)  # the round value below it among them
+
+
+class _ClosedForms:
+    """Runs whose memory is known: `slope` MiB for each sample, of ROOM."""
+
+    workers = 2
+
+    def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
+        batch = int(configuration.program.arguments[-1].rpartition("=")[2])
+        requested = batch * int(configuration.gpu) * 2**20
+        fits = requested <= ROOM
+        sizes = {"requested": requested, "reserved": min(requested, ROOM), "may_reserve": ROOM, "context": 0}
+        known = {"error": "", "steps": 1, "samples": batch, "retries": 0, "seconds": 1.0, "directory": ""}
+        largest = dict.fromkeys(("category", "module", "phase"), "")
+        run: Future[VirtualRun] = Future()
+        run.set_result(VirtualRun(fits, "finished" if fits else "out_of_memory", **known, **sizes, **largest))
+        return run
+
+    def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
+        pass
+
+
+def test_each_cell_is_searched_to_its_end() -> None:
+    slopes = (16, 512, 3000)
+    cells = [PlannedCell(None, PlannedConfiguration(PlannedProgram("train.py"), str(slope))) for slope in slopes]
+    fill(cast(PlannedRuns, _ClosedForms()), cells, Range("batch", 1, 4096), lambda count: None)
+    assert [cell.largest for cell in cells] == [min(ROOM // (slope * 2**20), 4096) for slope in slopes]
+    assert not any(cell.error for cell in cells)
+
+
+def test_closing_cancels_runs_that_wait_in_an_executor(tmp_path: Path) -> None:
+    executor, busy = ThreadPoolExecutor(1), threading.Event()
+    executor.submit(busy.wait)
+    try:
+        runs = PlannedRuns(tmp_path, 1, lambda *about: None, executor)  # type: ignore[arg-type]
+        waiting = runs.start(PlannedConfiguration(PlannedProgram(__file__), "t4"))
+        runs.close()
+        assert waiting.cancelled()
+    finally:
+        busy.set()
