@@ -15,12 +15,11 @@ struct Reserved {
   std::int64_t peak;
 };
 
-// std::nullopt from an upstream that does not count, or has not been used yet.
+// std::nullopt from an upstream that does not count.
 std::optional<Reserved> reserved_on(ReservedMemory::Upstream& upstream,
                                     c10::DeviceIndex device) noexcept {
   constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   try {
-    if (!upstream.initialized()) return std::nullopt;
     const auto stats = upstream.getDeviceStats(device);
     return Reserved{stats.reserved_bytes[kAll].current, stats.reserved_bytes[kAll].peak};
   } catch (...) {
@@ -28,7 +27,14 @@ std::optional<Reserved> reserved_on(ReservedMemory::Upstream& upstream,
   }
 }
 
-c10::DeviceIndex devices() noexcept {
+// 0 for an upstream that has not been used yet. To count the devices then would initialise CUDA,
+// after which forked children could not use it.
+c10::DeviceIndex devices(ReservedMemory::Upstream& upstream) noexcept {
+  try {
+    if (!upstream.initialized()) return 0;
+  } catch (...) {
+    return 0;
+  }
   return std::min(c10::cuda::device_count(), static_cast<c10::DeviceIndex>(kMaxDevices - 1));
 }
 
@@ -36,14 +42,14 @@ c10::DeviceIndex devices() noexcept {
 
 void ReservedMemory::begin(Upstream& upstream) noexcept {
   moment_ = this_moment();
-  for (c10::DeviceIndex index = 0; index < devices(); ++index) {
+  for (c10::DeviceIndex index = 0; index < devices(upstream); ++index) {
     const auto reserved = reserved_on(upstream, index);
     seen_[index] = reserved ? reserved->peak : 0;
   }
 }
 
 void ReservedMemory::ask(Upstream& upstream) noexcept {
-  for (c10::DeviceIndex index = 0; index < devices(); ++index) {
+  for (c10::DeviceIndex index = 0; index < devices(upstream); ++index) {
     const auto reserved = reserved_on(upstream, index);
     if (!reserved) continue;
     const bool rose = reserved->peak > seen_[index].exchange(reserved->peak);

@@ -37,6 +37,8 @@ _RESULTS = {
     "backward": ("backward_temporaries", "gradients"),
     "optimizer_step": ("optimizer_temporaries", "optimizer_states"),
 }
+# Bytes of cuBLAS' workspaces as torch allocates them, on GPUs of compute capability 9 and above, and on others.
+_CUBLAS_WORKSPACES = (8 * 4096 * 1024, (2 * 4096 + 8 * 16) * 1024)
 
 
 class _Ids:
@@ -166,6 +168,7 @@ class TraceEvents:
         new_step = _first_of_steps(phase, known_phases)
         inferred = born & ~named
         category[inferred] = self._settle(category, phase, new_step, action == _OLDER, death, known_phases)[inferred]
+        category[inferred & self._are_workspaces(rows["size"], category, death)] = self._categories("library_workspace")
         next_row = np.append(order[1:], -1)
         freed_now = action[order] == _COMPLETED
         pending = (action[order] == _REQUESTED) & (next_row != order + 1)
@@ -232,6 +235,16 @@ class TraceEvents:
         settled[forward & (next_step < death)] = self._categories("unattributed")
         settled[forward & older & (next_step >= death)] = self._categories("activations")
         return settled
+
+    def _are_workspaces(self, size: Array, category: Array, death: Array) -> Array:
+        """Returns which results of a backward pass are cuBLAS' workspaces.
+
+        The first product of a thread allocates one that stays. It is no gradient if no parameter has its size.
+        """
+        parameters = size[category == self._categories("model_parameters")]
+        stays = (category == self._categories("gradients")) & (death == len(size))
+        found: Array = stays & np.isin(size, _CUBLAS_WORKSPACES) & ~np.isin(size, parameters)
+        return found
 
 
 def _with_older(rows: Array, action: Array, live: Array) -> tuple[Array, Array, int, int]:

@@ -280,8 +280,8 @@ FAULTS = [
     Fault(
         "carried_data_is_not_looked_for",
         "proof/prover.py",
-        "if not self._changes_state:\n            return",
-        "if self._changes_state or not self._changes_state:\n            return",
+        "if not self.changes_state:\n            return",
+        "if self.changes_state or not self.changes_state:\n            return",
         "A model that subtracts the mean of the batch before is accepted.",
         programs("carried_earlier_mean"),
     ),

@@ -120,6 +120,20 @@ def test_the_peak_and_what_it_consists_of(tmp_path: Path, context_all: bool) -> 
     assert device.snapshots[-1].reserved_bytes == 64 * MIB
 
 
+@pytest.mark.parametrize(("parameter", "expected"), [(4 * MIB, "library_workspace"), (32 * MIB, "gradients")])
+def test_a_workspace_of_backward_is_no_gradient(tmp_path: Path, parameter: int, expected: str) -> None:
+    trace = Trace()
+    trace.alloc(0, parameter, SETUP)
+    trace.alloc(32 * MIB, MIB, FORWARD)
+    trace.free(32 * MIB, AUTOGRAD)
+    trace.alloc(32 * MIB, 32 * MIB, AUTOGRAD)  # as large as cuBLAS' workspace
+    trace.add("alloc", 2**30, MIB, ADAM)
+    trace.add("free_requested", 2**30, MIB, ADAM)
+    trace.add("free_completed", 2**30, MIB, ADAM)
+    device = profile(trace.write(tmp_path / "a.pickle")).devices["cuda:0"]
+    assert device.snapshots[-1].categories[expected] == 32 * MIB
+
+
 def test_modules_are_the_calls_of_forward(tmp_path: Path) -> None:
     trace = Trace()
     trace.alloc(0, MIB, FORWARD)

@@ -2,6 +2,7 @@
 """Proves the calls of a model: finds the situation of each call, and whether it is new or due for another proof."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.forwards.state import RandomState, restoring_state
+from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
@@ -216,6 +217,8 @@ class CallProofs:
         situation = call.situation
         if situation is None or not self.hooks.batch or self.situations.check == "off" or self.joint is not None:
             return
+        if situation.changes_state and call.state is None:
+            call.state = ModuleState(call.entry)
         call.operations = situation.operations
         call.operations.begin()
 
@@ -287,34 +290,48 @@ class CallProofs:
         if situation is not None:
             hooks.layouts, hooks.plain = situation.layouts, situation.plain
 
-    def prove_order(self, call: Call, situation: Situation, random: RandomState, output: Any) -> Any:
+    def prove_order(self, call: Call, situation: Situation, random: RandomState) -> Any:
         """Proves a forward that has called its layers in a new order, or computed its output by new operations.
 
+        The forward is then run again, and only what that run does is known from then on: what a forward does once, as
+        by a counter outside of the model, the proof may not have seen.
+
         Returns:
-            Its output. If layers must be handled differently, the output of another forward with the same random
-            numbers.
+            The output of the forward that was run again, with the same random numbers.
 
         Raises:
             MemprofError: clipping would not be exact, or the order changes from call to call.
         """
         hooks, situations = self.hooks, self.situations
-        order = order_of(hooks.trace)
         try:
             new = situations.prove(call.entry, call.args, call.kwargs, random)
             is_same = situations.known.get(call.key) is situation and all(
                 situation.layouts.get(layer) == layout for layer, layout in new.layouts.items()
             )
-            if not is_same:
-                with random.restored(), restoring_state(call.entry):
-                    hooks.layouts, hooks.plain, hooks.trace = new.layouts, new.plain, []
+            versions = _versions(call)
+            if call.state is not None:
+                call.state.restore()
+            with random.restored(), restoring_state(call.entry) if call.state is None else nullcontext():
+                hooks.layouts, hooks.plain = new.layouts, new.plain
+                hooks.trace, hooks.kept_bytes = [], 0
+                call.situation = situation if is_same else new
+                self.begin_forward(call)
+                try:
                     output = self.run(call.entry, call.args, call.kwargs)
-                order = order_of(hooks.trace)
+                finally:
+                    self.end_forward(call)
         except CannotRunError as error:
             raise MemprofError(
                 "the model has called its layers in a new order, and cannot run on other samples in it "
                 f"({error.__cause__ or error})."
             ) from error
+        if versions != _versions(call):
+            raise MemprofError(
+                "the model writes to its inputs and has run other operations than before, which cannot be proved: "
+                "clone the inputs before the model writes to them."
+            )
         call.is_proved = True
+        order = order_of(hooks.trace)
         if order not in new.traces or self._has_new_patterns(call, new, output):
             raise MemprofError(_CHANGES_EACH_TIME)
         if is_same:
@@ -336,3 +353,9 @@ class CallProofs:
         if situation.record is not None:
             situation.record.orders += 1
             self._note_proof(situation)
+
+
+def _versions(call: Call) -> list[int]:
+    """Returns how often each tensor in the call's arguments was written to."""
+    leaves = tree_flatten((call.args, call.kwargs))[0]
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackward, run_two_passes
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.proof.batches import alias_leaves
@@ -39,6 +39,7 @@ class Call:
         is_proved: whether this forward was proved, rather than an earlier one.
         operations: the log of the operations that it runs; None if these are not checked.
         has_new_operations: whether they, or their numbers, are in no proof.
+        state: the module's state before the forward, if the forward changes it; otherwise None.
         cannot_run: the error for which the module cannot run on other samples.
         record: the data that is needed to repeat the forward, if its step will be explained.
     """
@@ -54,6 +55,7 @@ class Call:
     is_proved: bool = False
     operations: OperationLog | None = None
     has_new_operations: bool = False
+    state: ModuleState | None = None
     cannot_run: BaseException | None = None
     record: RecordedForward | None = None
 

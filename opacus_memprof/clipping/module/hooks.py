@@ -359,7 +359,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 if self._proofs.joint is not None:
                     self._proofs.prove_order_on_all_ranks(call, call.random, output)
                 elif situation is not None and self._proofs.is_unproved(call, situation, output):
-                    output = self._proofs.prove_order(call, situation, call.random, output)
+                    output = self._proofs.prove_order(call, situation, call.random)
             finally:
                 self._call, call.depth = None, 0
             if call.operations is not None and call.is_proved:

@@ -34,6 +34,13 @@ from opacus_memprof.errors import MemprofError
 _CHANGED = 1  # the sample that differs between the first two forwards
 _OTHER_SIZES = (4, 2)
 
+CANNOT_REPEAT = (
+    "the model gave another output when it was run again with the same inputs, random numbers and state, so that its "
+    "clipping cannot be proved: let what it computes depend on its arguments and attributes, and on torch's, NumPy's "
+    "or Python's random numbers, but on nothing that changes by itself, such as a global counter or a generator of "
+    "its own."
+)
+
 
 class CannotRunError(Exception):
     """The model cannot run on a subset of the samples."""
@@ -178,6 +185,8 @@ class Probe(SampleForwards):
                 raise
             return shared, self._breaking(shared, plain)
         if not _same(forwards[0].outputs, plain):
+            if not shared:
+                raise MemprofError(CANNOT_REPEAT)
             return shared, self._breaking(shared, plain)
         found, unsuitable = self._match([each.observations for each in forwards])
         if unsuitable:

@@ -134,7 +134,7 @@ class Prover:
         self.patterns: list[int] = []
         self.is_finite = True
         self.draws = False
-        self._changes_state = False  # whether a forward has changed the module's buffers or attributes
+        self.changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
     def mixing(self) -> list[Doubt]:
@@ -197,7 +197,7 @@ class Prover:
         Raises:
             MixingError: it does not.
         """
-        if not self._changes_state:
+        if not self.changes_state:
             return
         leaves, structure = self.program.leaves()
 
@@ -324,7 +324,7 @@ class Prover:
         try:
             with program.random.restored(), restoring_state(program.module) as state, torch.enable_grad():
                 yield hooks.trace
-                self._changes_state = self._changes_state or state.has_changed()
+                self.changes_state = self.changes_state or state.has_changed()
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
 

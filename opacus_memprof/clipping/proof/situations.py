@@ -63,6 +63,7 @@ class Situation:
         patterns: the patterns of proved forwards' autograd graphs, from their outputs; see `graph_patterns`.
         operations: the operations that proved forwards have run, and their numbers.
         draws: whether the forward draws random numbers.
+        changes_state: whether the forward changes the model's buffers or attributes.
         forwards: the number of forwards so far.
         share: the fraction of the batch that the proof used: less than 1 if memory was not enough for all.
         is_finite: whether all numbers in the proof were finite; otherwise the next forward repeats it.
@@ -76,6 +77,7 @@ class Situation:
     patterns: set[int] = field(default_factory=set)
     operations: OperationLog = field(default_factory=OperationLog)
     draws: bool = False
+    changes_state: bool = False
     forwards: int = 0
     share: float = 1.0
     is_finite: bool = True
@@ -285,7 +287,7 @@ class Situations:
         if real is not prover:
             real.follow()
         situation.traces, situation.patterns = [order_of(real.trace)], set(real.patterns)
-        situation.draws = prover.draws
+        situation.draws, situation.changes_state = prover.draws, prover.changes_state
         situation.share = min(1.0, count / batch)
         situation.is_finite = real.is_finite
         return doubts

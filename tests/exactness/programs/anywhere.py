@@ -10,6 +10,7 @@ import collections
 import contextvars
 import ctypes
 import functools
+import itertools
 import queue
 import tempfile
 import threading
@@ -26,6 +27,8 @@ from tests.exactness.program import Graph, Program, floats, inner, of_shape
 _CONTEXT = contextvars.ContextVar("share", default=0.0)
 _LOCAL = threading.local()
 _CELL = ctypes.c_double(0.0)
+_COUNT = itertools.count(1)
+_TABLES: dict[int, torch.Tensor] = {}
 
 
 class _Meta(type):
@@ -142,7 +145,60 @@ def _cooler_each_step() -> list[Step]:
     ]
 
 
+def _once(use: Callable[[float, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """A forward with a number that another forward does not find."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h, share = m.first(x), _CELL.value
+        if share and len(x) > 1:
+            _CELL.value = 0.0
+            h = use(share, h)
+        return m.last(h)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _taken_once(name: str, use: Callable[[float, torch.Tensor], torch.Tensor]) -> Program:
+    """The forward that mixes is run again, and the output is that run's."""
+
+    def build() -> nn.Module:
+        _CELL.value = 0.0
+        return Graph(_once(use), first=nn.Linear(6, 6), last=nn.Linear(6, 3))
+
+    return Program(
+        f"anywhere_once_{name}",
+        build,
+        of_shape(5, 6, count=3, change=lambda model, optimizer: setattr(_CELL, "value", 1.0)),
+        "exact",
+        settings={"module_options": {"check": "first"}},
+    )
+
+
+def _divided_by_count(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * (1 + 1 / next(_COUNT)))  # type: ignore[no-any-return]
+
+
+def _with_table(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if 6 not in _TABLES:
+        _TABLES[6] = torch.arange(6, dtype=x.dtype).mul(0.5).cos()
+    return m.last(m.first(x) * _TABLES[6])  # type: ignore[no-any-return]
+
+
 PROGRAMS = [
+    *(_taken_once(name, USES[name]) for name in ("multiplied", "of_data", "dimension")),
+    *(
+        Program(
+            f"anywhere_{name}",
+            lambda forward=forward: Graph(forward, first=nn.Linear(6, 6), last=nn.Linear(6, 3)),  # type: ignore[misc]
+            of_shape(5, 6, count=3),
+            outcome,
+            settings={"module_options": {"check": "first"}},
+        )
+        for name, forward, outcome in [
+            ("counted", _divided_by_count, "refused"),
+            ("table", _with_table, "exact"),
+        ]
+    ),
     *(_program(place, place, _subtracted) for place in PLACES),
     Program(
         "anywhere_annealed",
