@@ -239,7 +239,7 @@ class TraceEvents:
     def _are_workspaces(self, size: Array, category: Array, death: Array) -> Array:
         """Returns which results of a backward pass are cuBLAS' workspaces.
 
-        The first product of a thread allocates one that stays. It is no gradient if no parameter has its size.
+        The first product of a thread allocates one that stays. A gradient has the size of its parameter.
         """
         parameters = size[category == self._categories("model_parameters")]
         stays = (category == self._categories("gradients")) & (death == len(size))

@@ -176,6 +176,9 @@ class Probe(SampleForwards):
         """Returns the layouts, and the layers that must be repeated with their enclosing modules.
 
         `shared` has the layouts of layers whose outputs are already expanded over the batch.
+
+        Raises:
+            MemprofError: the model gives another output each time.
         """
         self.hooks.layouts = dict(shared)
         try:
