@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from opacus_memprof.planning import run_process
+from opacus_memprof.recording.startup import note_modules
 from opacus_memprof.running.program import print_exception
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
@@ -177,9 +178,13 @@ class HiddenModules(MetaPathFinder):
         """
         self._before(name)
         importer, package = self._imported_by[name], name.partition(".")[0]
-        for other in [other for other in self.pending if self._imported_by[other] == importer]:
-            if name in self._packages or other.partition(".")[0] == package:
-                sys.modules[other] = self.pending.pop(other)
+        revealed = [
+            other
+            for other in self.pending
+            if self._imported_by[other] == importer and (name in self._packages or other.partition(".")[0] == package)
+        ]
+        sys.modules.update({other: self.pending.pop(other) for other in revealed})
+        note_modules(set(revealed) - {name})  # of which the import system knows itself
 
 
 class _Loader(Loader):

@@ -7,7 +7,7 @@ imports (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES …) have the same effect as with
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import util
@@ -61,6 +61,13 @@ class AfterImport(MetaPathFinder):
         # Set on the module's own loader, so that `module.__loader__` keeps its type.
         vars(spec.loader)["exec_module"] = execute_and_call
         return spec
+
+
+def note_modules(names: Collection[str]) -> None:
+    """Calls the callbacks of modules that were put into `sys.modules` without being imported."""
+    for finder in [each for each in sys.meta_path if isinstance(each, AfterImport) and each._name in names]:
+        sys.meta_path.remove(finder)
+        finder._callback()
 
 
 def run_in_children(code: str) -> None:

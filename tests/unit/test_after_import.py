@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from opacus_memprof.planning.fork_server import HiddenModules
 from opacus_memprof.recording.startup import AfterImport
 
 
@@ -118,3 +119,21 @@ def test_a_loader_of_several_modules(module: str) -> None:
     importlib.import_module(module)
     sys.meta_path.remove(finder)
     assert calls == [True]
+
+
+def test_modules_that_a_forked_process_has_already_call_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton is such a module: torch._dynamo has imported it before the fork, and the program imports torch._dynamo."""
+    names = ["hidden_outside", "hidden_inside"]
+    (tmp_path / "hidden_outside.py").write_text("import hidden_inside")
+    (tmp_path / "hidden_inside.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    finder, calls = HiddenModules(names[:1], lambda name: None), list[str]()
+    for name in names:
+        AfterImport(name, lambda name=name: calls.append(name))  # type: ignore[misc]
+    importlib.import_module(names[0])
+    assert sorted(calls) == sorted(names)
+    sys.meta_path.remove(finder)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
