@@ -213,7 +213,7 @@ format: $(VENV)/.opacus-memprof-built
 # The environment. Stamps in it say how far it has got, so that a second call starts at once.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "opacus-memprof needs Python 3.10 or newer, and $(PYTHON) is older: run make PYTHON=..." >&2; exit 1; }
+	    echo "opacus-memprof needs Python 3.10 or newer, and $(PYTHON) is older or does not run: run make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv -q $(VENV) || { rm -rf $(VENV); \
 	    echo "$(PYTHON) cannot make a virtual environment: install python3-venv (Debian) or virtualenv" >&2; exit 1; }
 
