@@ -27,6 +27,7 @@ from opacus_memprof.cli.options import (
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.units import format_count
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def experiment(
 
     row = Row(output.stem, MethodCell(chosen).label, result)
     print(terminal_summary([row], output.parent))
-    print(f"result: {output}")
+    print(tr("result: {path}", path=output))
     if not row.finished and not row.ran_out_of_memory:
         raise typer.Exit(1)
 
@@ -146,9 +147,10 @@ def experiments(
     from opacus_memprof.experiments.directory import EXPERIMENTS
 
     cells = methods(base, modes or ())
-    print(f"{format_count(len(cells), 'method')}, in this order: {', '.join(cell.name for cell in cells)}")
+    names = ", ".join(cell.name for cell in cells)
+    print(tr("{count}, in this order: {names}", count=tr_sentence(format_count(len(cells), "method")), names=names))
     if not modes:
-        print("to compare fewer: --mode vanilla ghost flash_clip")
+        print(tr("to compare fewer: --mode vanilla ghost flash_clip"))
     directory = results_dir or Path("memory_profiling_results") / f"run_{datetime.now():%Y%m%d_%H%M%S}"
     _run(EXPERIMENTS, cells, directory, training, running)
 
@@ -193,8 +195,11 @@ def sweep(
     cells, left_out = grid(base, seq_lengths, batch_sizes, max_physical_batch_sizes, ranks)
     if left_out:
         print(
-            f"{left_out} of {left_out + len(cells)} combinations are left out: their physical batch is larger than "
-            "their logical batch"
+            tr(
+                "{count} of {all} combinations are left out: their physical batch is larger than their logical batch",
+                count=left_out,
+                all=left_out + len(cells),
+            )
         )
     _run(DETAILED_SWEEP if detailed else SWEEP, cells, results_dir, training, running)
 
@@ -325,10 +330,11 @@ def _run(
         raise
     print(terminal_summary(rows, results_dir))
     for reason in dict.fromkeys(row.result.data.reason for row in rows if row.result.data):
-        console.print(f"data: {reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(tr("data: {reason}", reason=tr_sentence(reason)), highlight=False, markup=False, soft_wrap=True)
     counts = Counter(row.outcome for row in rows)
-    listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    console.print(f"{listed}. The results are in {results_dir.absolute()}", highlight=False, soft_wrap=True)
+    listed = ", ".join(f"{count} {tr(outcome)}" for outcome, count in counts.items())
+    ended = tr("{listed}. The results are in {directory}", listed=listed, directory=results_dir.absolute())
+    console.print(ended, highlight=False, markup=False, soft_wrap=True)
     if any(not row.finished and not row.ran_out_of_memory for row in rows):
         raise typer.Exit(1)
 

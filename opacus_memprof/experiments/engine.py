@@ -28,6 +28,7 @@ from opacus_memprof.experiments.summary import describe_outcome
 from opacus_memprof.jobs.executors import SubmititExecutor, executor_of
 from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes, usable_workers
 from opacus_memprof.jobs.progress import ProgressBoard
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.optional import require
@@ -252,7 +253,8 @@ def _run_missing(directory: ResultsDirectory, preset: Preset, launcher: Launcher
     """Runs the cells that have no result yet, and writes the tables after each."""
     cells, refused = directory.pending(), ""
     if kept := len(directory.names) - len(cells):
-        console.print(f"{kept} of {len(directory.names)} configurations have a result already", highlight=False)
+        said = tr("{kept} of {all} configurations have a result already", kept=kept, all=len(directory.names))
+        console.print(said, highlight=False)
     if cells:  # an empty bar would wait for its first result
         at_once = f", {launcher.workers} at once" if launcher.workers > 1 else ""
         board = ProgressBoard(console, f"configurations{at_once}", len(cells))

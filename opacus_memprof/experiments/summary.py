@@ -10,6 +10,7 @@ from statistics import median
 
 from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, Configuration, shape_of
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.categories import PRIVATE
 from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import MEGABYTE_NOTE, format_bytes, megabytes
@@ -25,14 +26,15 @@ _LAYER = re.compile(r"^(.*?\.\d+|[^.]*).*$")  # up to the first number, or the f
 @megabytes()
 def describe_outcome(row: Row) -> str:
     """Returns one line on the outcome of a run: its status, peak and time."""
-    words = [row.outcome]
+    words = [tr(row.outcome)]
     if row.peak:
-        words.append(f"peak {format_bytes(row.total_bytes)} in {row.peak.phase}")
+        words.append(tr("peak {size} in {phase}", size=format_bytes(row.total_bytes), phase=row.peak.phase))
     if row.step_ms is not None:
-        words.append(f"{row.step_ms:.3g} ms a step")
+        words.append(tr("{time:.3g} ms a step", time=row.step_ms))
     if failed := row.failed_allocation:
-        words.append(f"{format_bytes(failed.requested_bytes)} more for {failed.category} did not fit")
-    why = f": {row.result.error}" if row.result.error and not row.failed_allocation else ""
+        size = format_bytes(failed.requested_bytes)
+        words.append(tr("{size} more for {category} did not fit", size=size, category=failed.category))
+    why = f": {tr_sentence(row.result.error, least_words=2)}" if row.result.error and not row.failed_allocation else ""
     return ", ".join(words) + why
 
 
@@ -144,7 +146,8 @@ def _findings(rows: Sequence[Row]) -> list[str]:
         others = len({other.name for _, other in kinds[finding.kind]}) - 1
         runs = f"{row.short_label}, and {others} more" if others else row.short_label
         lines.append(f"{finding.kind.replace('_', ' ')}{where}, {format_bytes(finding.bytes)} ({runs})")
-        lines += [*_wrap("evidence", finding.evidence), *_wrap("remedy", finding.remedy), ""]
+        lines += _wrap(tr("evidence: {text}", text=tr_sentence(finding.evidence)))
+        lines += [*_wrap(tr("remedy: {text}", text=tr_sentence(finding.remedy))), ""]
     return lines
 
 
@@ -154,8 +157,12 @@ def _failures(rows: Sequence[Row], root: str) -> list[str]:
     for row in failed:
         lines.append(f"{row.label}: {describe_outcome(row)}")
         if best := row.result.oom_suggestion:
-            fits = {True: ", which fits", False: ", not enough alone", None: ""}[best.fits]
-            lines.append(f"  suggestion: {best.title} (predicted peak {format_bytes(best.predicted_peak_bytes)}{fits})")
+            fits = {True: tr(", which fits"), False: tr(", not enough alone"), None: ""}[best.fits]
+            size = format_bytes(best.predicted_peak_bytes)
+            title = tr_sentence(best.title)
+            lines.append(
+                "  " + tr("suggestion: {title} (predicted peak {size}{fits})", title=title, size=size, fits=fits)
+            )
             lines += [f"    {code}" for code in best.code.splitlines()]
         if row.oom_report:
             lines.append(f"  report: {root}{row.oom_report}")
@@ -163,8 +170,8 @@ def _failures(rows: Sequence[Row], root: str) -> list[str]:
     return lines
 
 
-def _wrap(title: str, words: str) -> list[str]:
-    return textwrap.wrap(words, _WIDE, initial_indent=f"  {title}: ", subsequent_indent="    ", break_on_hyphens=False)
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDE, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _components(row: Row) -> list[str]:
@@ -227,9 +234,9 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{title}: {', '.join(known) or 'unknown'}")
     return [
         *lines,
-        f"{MEGABYTE_NOTE}. Each breakdown is that of one instant, the run's own peak.",
-        "Sentences of findings name their own units.",
-        "Components and stages are without rounding, which is what the allocator adds to requests.",
+        f"{tr_sentence(MEGABYTE_NOTE)}. " + tr("Each breakdown is that of one instant, the run's own peak."),
+        tr("Sentences of findings name their own units."),
+        tr("Components and stages are without rounding, which is what the allocator adds to requests."),
     ]
 
 

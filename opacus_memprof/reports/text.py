@@ -68,21 +68,22 @@ def escape_what_cannot_be_shown(console: Console) -> None:
 
 def print_job(view: JobView, console: Console) -> None:
     """Prints the peaks of a job's ranks, the reasons for their differences, and the findings."""
-    _print_header(f"{view.title}, {status_markup(view.summary)}", view.summary, view.virtual_mark, console)
+    _print_header(f"{tr_sentence(view.title)}, {status_markup(view.summary)}", view.summary, view.virtual_mark, console)
     if not view.ranks:
         console.print(tr("No memory was allocated on a device that was profiled."))
     else:
         _print_columns(view.ranks, ("phase", "mostly", "device", "host", _STATUS), console)
         if view.left_out:
-            console.print(view.left_out, style="dim")
+            console.print(tr_sentence(view.left_out), style="dim")
         ratio, cause = view.imbalance
-        console.print(f"\nimbalance (max / mean): [bold]{ratio}[/]{cause}", highlight=False)
+        console.print(f"\n{tr('imbalance (max / mean):')} [bold]{ratio}[/]{tr_sentence(cause)}", highlight=False)
         _print_columns(view.categories, ("at the peak",), console)
         ranks, effect = view.stragglers
         if ranks:
-            console.print(f"\n[yellow]{ranks}[/] {effect}", highlight=False)
+            console.print(f"\n[yellow]{ranks}[/] {tr_sentence(effect)}", highlight=False)
         whose, size = view.total
-        console.print(f"\n{whose} together: [bold]{size}[/]", highlight=False)
+        together = tr("{peaks} together:", peaks=tr_sentence(whose))
+        console.print(f"\n{together} [bold]{size}[/]", highlight=False)
         print_check(view.check, console)
     print_findings(view.findings, console)
     print_warnings(view.summary.warnings, console)
@@ -263,10 +264,11 @@ def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, cells in shown.items():
+        title = tr(name) if name else ""
         if name in words:
-            table.add_column(name, no_wrap=True, style="red" if name == _STATUS else None)
+            table.add_column(title, no_wrap=True, style="red" if name == _STATUS else None)
         else:
-            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [name, *cells])))
+            table.add_column(title, justify="right", no_wrap=True, min_width=max(map(cell_len, [title, *cells])))
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(escape, row))
     console.print()

@@ -19,6 +19,7 @@ from opacus_memprof.analysis.job import load_ranks, write_job_summary
 from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import in_language
 from opacus_memprof.profiles.directory import ProfileDirectory, claim, gather, rank_directories
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
@@ -99,6 +100,13 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert "imbalance (max / mean): 1.191, rank 2 has 225 B more than the mean; of gradients it has 225 B more" in text
     assert "All peaks together: 4.59 KiB" in text
     assert "rank 2 set" in text
+
+
+def test_what_is_printed_in_chinese(tmp_path: Path) -> None:
+    with in_language("zh"):
+        text = printed(four(tmp_path))
+    assert "不均衡（最大 / 平均）: 1.191，rank 2 比平均值多 225 B；其中 gradients 多 225 B" in text
+    assert re.findall("[A-Za-z]+ [a-z]+ [a-z]+", text) == []
 
 
 def test_of_many_ranks_the_highest_and_lowest_are_printed(tmp_path: Path) -> None:
