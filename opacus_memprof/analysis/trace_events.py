@@ -296,9 +296,10 @@ def _lives(rows: Array, action: Array, born: Array) -> tuple[Array, Array, Array
 
 
 def _frees_have_stacks(stacks: Array, action: Array, order: Array, birth: Array) -> bool:
-    """Returns whether frees have stacks of their own, and not those of allocations.
+    """Returns whether frees have stacks of their own, instead of those of their allocations.
 
-    `free_completed` does not tell it: where a side stream was awaited, it may have another stack in any case.
+    Looks at `free_requested` entries. The stack of `free_completed` can differ for another reason: the allocator
+    was waiting for a side stream.
     """
     freed = (action[order] == _REQUESTED) & (action[birth] == _ALLOCATED)
     return bool((stacks[order[freed]] != stacks[birth[freed]]).any())

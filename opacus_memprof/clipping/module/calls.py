@@ -61,7 +61,7 @@ class Call:
 
 
 class ExplainedSteps:
-    """Forwards whose steps are compared with the gradients that the outputs of the model explain.
+    """Forwards whose gradients are compared with plain autograd's from the outputs of the model.
 
     Args:
         hooks: the hooks of the layers.
@@ -99,7 +99,7 @@ class ExplainedSteps:
             record.add(place, gradient)
 
     def check(self, trained: dict[nn.Parameter, str]) -> None:
-        """Compares the recorded steps with the gradients that their outputs explain. Called before sums are formed.
+        """Compares the kept gradients with those from the outputs. Called before sums are formed.
 
         Raises:
             MemprofError: a gradient did not come through the outputs.
@@ -171,7 +171,7 @@ def one_pass_fits(kept_bytes: int, allocated_before: int) -> bool:
 
 
 def allocated_bytes() -> int:
-    """Returns torch.cuda.memory_allocated() in a fifth of its time, which it spends on sorting all statistics."""
+    """Returns torch.cuda.memory_allocated(), which sorts all statistics and takes five times as long."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return int(statistics["allocated_bytes"]["all"]["current"]) if statistics else 0
 

@@ -94,12 +94,18 @@ class SampleForwards:
         return SampleForward(summaries(leaves, len(samples) != SIZE), observed, used)
 
     def leaves_of(self, samples: Sequence[int]) -> list[Any]:
-        """Returns the leaves of the arguments for some samples. Samples that others are made from come first."""
+        """Returns the leaves of the arguments for some samples, sorted by the sample of the batch they are made from.
+
+        See `select` for samples beyond the batch.
+        """
         ordered = sorted(samples, key=lambda n: n % self.batch)
         return [self.select(leaf, ordered) for leaf in self.leaves]
 
     def select(self, leaf: Any, samples: Sequence[int]) -> Any:
-        """Returns some samples of an input. Samples beyond the batch are others, rolled along their last dimension."""
+        """Returns some samples of an input.
+
+        A sample beyond the batch is made from one in it: sample n is sample n % B, rolled along its last dimension.
+        """
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
             return leaf
         rows = [leaf.detach()[n % self.batch] for n in samples]
