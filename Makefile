@@ -12,6 +12,7 @@
 #   make lowest         builds and tries the lowest versions that pyproject.toml allows
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
+#   make bench          short benchmarks: says which got slower than the committed ratios; two minutes on a quiet machine
 #   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
 #
 # PYTHON=python3.12   makes the environment with another Python
@@ -31,7 +32,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite faults matrix try lowest try-lowest wheels wheel try-wheel \
+.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite bench faults matrix try lowest try-lowest wheels wheel try-wheel \
         release-check format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
@@ -72,6 +73,10 @@ python-test: $(VENV)/.opacus-memprof-built
 
 opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
+
+bench: export OMP_NUM_THREADS ?= 1
+bench: $(VENV)/.opacus-memprof-built
+	$(BIN)/python -m benchmarks.compare
 
 faults: $(VENV)/.opacus-memprof-built
 	$(BIN)/python -m tests.planted_faults --jobs $(JOBS)

@@ -17,7 +17,7 @@ class SmallGPT(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, activation="gelu", attention_bias=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
