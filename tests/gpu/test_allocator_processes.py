@@ -90,6 +90,20 @@ def test_compiled_cuda_graph_trees(mode: str) -> None:
     """)
 
 
+def test_a_child_that_is_forked_after_install_can_use_cuda() -> None:
+    run("""
+        import os
+
+        opacus_memprof.install()
+        child = os.fork()
+        if child == 0:
+            os._exit(int(torch.ones(3, device="cuda").sum().item()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        assert_reconciled()
+    """)
+
+
 @pytest.mark.skipif(virtual_gpu.active() is not None, reason="no process sees another one's virtual GPU")
 def test_ipc_between_two_processes() -> None:
     run("""

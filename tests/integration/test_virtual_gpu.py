@@ -365,3 +365,47 @@ def test_without_a_start_there_is_no_gpu_and_no_crash() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FORKED = """
+import os
+runtime, nvml = ctypes.CDLL(None), ctypes.CDLL("libnvidia-ml.so.1")
+def answers():
+    count, device = ctypes.c_int(), ctypes.c_int()
+    assert nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value == 2
+    results = [runtime.cudaGetDeviceCount(ctypes.byref(count)), runtime.cudaGetDevice(ctypes.byref(device))]
+    results += [runtime.cudaSetDevice(1), runtime.cudaDeviceSynchronize(), runtime.cuInit(0)]
+    results += [runtime.cudaPeekAtLastError()]
+    results.append(runtime.cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(512)))
+    return results
+def of_child(function):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            text = str(function())
+        except RuntimeError as error:
+            text = str(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.wait()
+    return os.read(read, 4096).decode()
+"""
+
+
+def test_a_child_has_cuda_unless_the_driver_was_used_before_the_fork() -> None:
+    # CUDA Driver API: a context cannot be used in a forked child, and 3 is CUDA_ERROR_NOT_INITIALIZED.
+    run(
+        FORKED
+        + """
+assert of_child(lambda: torch.ones(3, device="cuda:1").sum().item()) == "3.0"
+assert of_child(answers) == str([0] * 7)  # NVML did not use the driver
+assert answers() == [0] * 7
+assert of_child(answers) == str([3] * 7)
+assert of_child(lambda: of_child(answers)) == str([3] * 7)
+assert "CUDA driver initialization failed" in of_child(lambda: torch.ones(3, device="cuda"))
+there = torch.ones(3, device="cuda")
+assert "initialization error" in of_child(lambda: there + 1)
+assert "Cannot re-initialize CUDA in forked subprocess" in of_child(lambda: torch.ones(3, device="cuda"))
+assert (there + 1).tolist() == [2.0] * 3
+"""
+    )

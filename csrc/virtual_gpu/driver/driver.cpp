@@ -28,6 +28,19 @@ using virtual_gpu::valid_device;
 
 namespace {
 
+CUresult ready() {
+  if (virtual_gpu::usable()) {
+    return CUDA_SUCCESS;
+  }
+  return virtual_gpu::lost_by_fork() ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_NO_DEVICE;
+}
+
+// What a number that no device has is answered with.
+CUresult no_such_device() {
+  const CUresult result = ready();
+  return result == CUDA_SUCCESS ? CUDA_ERROR_INVALID_DEVICE : result;
+}
+
 // One context a device; its handle is the device's number, and not 0.
 CUcontext context(int device) {
   return reinterpret_cast<CUcontext>(static_cast<std::uintptr_t>(device) + 1);
@@ -104,9 +117,7 @@ extern "C" {
 
 // --- devices and contexts ---
 
-CUresult CUDAAPI cuInit(unsigned /*flags*/) {
-  return machine().devices.empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
-}
+CUresult CUDAAPI cuInit(unsigned /*flags*/) { return ready(); }
 
 CUresult CUDAAPI cuDriverGetVersion(int* version) {
   *version = machine().driver_version;
@@ -115,12 +126,12 @@ CUresult CUDAAPI cuDriverGetVersion(int* version) {
 
 CUresult CUDAAPI cuDeviceGetCount(int* count) {
   *count = static_cast<int>(machine().devices.size());
-  return CUDA_SUCCESS;
+  return virtual_gpu::lost_by_fork() ? ready() : CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
-  return valid_device(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+  return valid_device(ordinal) ? CUDA_SUCCESS : no_such_device();
 }
 
 CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice device) {
@@ -136,7 +147,7 @@ CUresult CUDAAPI cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
 
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (!valid_device(device)) {
-    return CUDA_ERROR_INVALID_DEVICE;
+    return no_such_device();
   }
   *value = virtual_gpu::attribute(machine().devices[static_cast<std::size_t>(device)], attribute);
   return CUDA_SUCCESS;
@@ -144,14 +155,14 @@ CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, 
 
 CUresult CUDAAPI cuCtxGetCurrent(CUcontext* current) {
   *current = context(current_device());
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuCtxSetCurrent(CUcontext current) {
   if (current != nullptr) {
     current_device() = device_of(current);
   }
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuCtxPushCurrent(CUcontext current) { return cuCtxSetCurrent(current); }
@@ -171,18 +182,21 @@ CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice /*device*/, unsigned* flags
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* retained, CUdevice device) {
   *retained = context(device);
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuMemGetInfo(std::size_t* available, std::size_t* total) {
   *available = machine().memory.free(current_device());
   *total = machine().memory.total(current_device());
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 // --- memory ---
 
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, std::size_t size) {
+  if (const CUresult result = ready()) {
+    return result;
+  }
   *address = reinterpret_cast<CUdeviceptr>(machine().memory.allocate(current_device(), size));
   return *address == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
@@ -193,12 +207,12 @@ CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
 
 CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void* from, std::size_t size) {
   virtual_gpu::copy(pointer(to), from, size);
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
   virtual_gpu::copy(to, pointer(from), size);
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuPointerGetAttribute(void* value, CUpointer_attribute attribute,
@@ -283,14 +297,14 @@ CUresult CUDAAPI cuLaunchKernel(CUfunction /*function*/, unsigned /*grid_x*/, un
                                 void** /*arguments*/, void** /*extra*/) {
   machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunction /*function*/,
                                   void** /*arguments*/, void** /*extra*/) {
   machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(configuration->hStream));
-  return CUDA_SUCCESS;
+  return ready();
 }
 
 // --- symbols ---

@@ -16,7 +16,7 @@ constexpr std::size_t round_up(std::size_t size, std::size_t unit) {
   return (size + unit - 1) / unit * unit;
 }
 
-// Returns whether the machine has a device of this number.
+// Returns whether this process can use a device of this number.
 bool valid_device(int device);
 
 }  // namespace opacus_memprof::virtual_gpu

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "virtual_gpu/machine/machine.h"
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstring>
 
 #include "virtual_gpu/machine/common.h"
@@ -8,10 +11,35 @@
 
 namespace opacus_memprof::virtual_gpu {
 
+namespace {
+
+std::atomic<bool> used = false;
+std::atomic<bool> lost = false;
+
+}  // namespace
+
 Machine& machine() {
-  static auto* const only = new Machine;
+  static auto* const only = [] {
+    pthread_atfork(nullptr, nullptr, [] { lost = used.load(); });
+    return new Machine;
+  }();
   return *only;
 }
+
+bool usable() {
+  if (machine().devices.empty() || asks_without_driver()) {
+    return !machine().devices.empty();
+  }
+  used = true;
+  return !lost;
+}
+
+bool& asks_without_driver() {
+  thread_local bool asks = false;
+  return asks;
+}
+
+bool lost_by_fork() { return lost; }
 
 int& current_device() {
   thread_local int device = 0;
@@ -19,7 +47,7 @@ int& current_device() {
 }
 
 bool valid_device(int device) {
-  return device >= 0 && device < static_cast<int>(machine().devices.size());
+  return usable() && device >= 0 && device < static_cast<int>(machine().devices.size());
 }
 
 namespace {

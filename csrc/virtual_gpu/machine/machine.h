@@ -22,6 +22,14 @@ struct Machine {
 // Never destroyed: threads of the program may outlive the end of main.
 Machine& machine();
 
+// Whether the driver works in this process, which uses it from now on: it has devices and, as a
+// driver's state does not outlive a fork, no parent had used it before the fork.
+bool usable();
+// Set while this thread asks as NVML does, which neither uses the driver nor needs it.
+bool& asks_without_driver();
+// Whether a parent had used the driver before the fork: then every call fails in this process.
+bool lost_by_fork();
+
 // The calling thread's current device.
 int& current_device();
 

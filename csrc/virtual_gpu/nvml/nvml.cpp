@@ -10,7 +10,17 @@
 #include <cstdio>
 #include <cstring>
 
+extern "C" void memprof_virtual_gpu_ask_without_driver(int asks);
+
 namespace {
+
+// While it lives, the runtime is asked without using the driver: before a fork, and after one.
+struct WithoutDriver {
+  WithoutDriver() { memprof_virtual_gpu_ask_without_driver(1); }
+  ~WithoutDriver() { memprof_virtual_gpu_ask_without_driver(0); }
+  WithoutDriver(const WithoutDriver&) = delete;
+  WithoutDriver& operator=(const WithoutDriver&) = delete;
+};
 
 constexpr int kSuccess = 0;
 constexpr int kNotSupported = 3;
@@ -42,12 +52,14 @@ struct Pci {
 int number(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
 
 cudaDeviceProp properties_of(void* device) {
+  const WithoutDriver asking;
   cudaDeviceProp properties;
   cudaGetDeviceProperties(&properties, number(device));
   return properties;
 }
 
 int devices() {
+  const WithoutDriver asking;
   int count = 0;
   cudaGetDeviceCount(&count);
   cudaGetLastError();
@@ -120,6 +132,7 @@ int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
   int before = 0;
   std::size_t available = 0;
   std::size_t total = 0;
+  const WithoutDriver asking;
   cudaGetDevice(&before);
   cudaSetDevice(number(device));
   cudaMemGetInfo(&available, &total);

@@ -39,6 +39,9 @@ const virtual_gpu::DeviceProperties& device() {
 }
 
 cudaError_t launch(cudaStream_t stream) {
+  if (const cudaError_t error = virtual_gpu::ready()) {
+    return error;
+  }
   machine().memory.launch_kernel(current_device());
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
   return cudaSuccess;

@@ -129,8 +129,8 @@ cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, std::size_t keep) {
 }
 
 cudaError_t cudaMallocAsync(void** address, std::size_t size, cudaStream_t /*stream*/) {
-  if (machine().devices.empty()) {
-    return fail(cudaErrorNoDevice);
+  if (const cudaError_t error = virtual_gpu::ready()) {
+    return error;
   }
   *address = size == 0 ? nullptr : default_pool(current_device()).allocate(size);
   return *address == nullptr && size > 0 ? fail(cudaErrorMemoryAllocation) : cudaSuccess;

@@ -17,6 +17,7 @@ using virtual_gpu::current_device;
 using virtual_gpu::fail;
 using virtual_gpu::Kind;
 using virtual_gpu::machine;
+using virtual_gpu::ready;
 using virtual_gpu::valid_device;
 
 namespace {
@@ -30,8 +31,8 @@ cudaError_t last_error(bool clear) {
 }
 
 cudaError_t allocate(void** address, std::size_t size, Kind kind) {
-  if (machine().devices.empty()) {
-    return fail(cudaErrorNoDevice);
+  if (const cudaError_t error = ready()) {
+    return error;
   }
   if (size == 0) {
     *address = nullptr;
@@ -60,9 +61,11 @@ cudaError_t& last_error() {
 }
 
 cudaError_t fail(cudaError_t error) {
-  last_error() = error;
-  return error;
+  last_error() = lost_by_fork() ? cudaErrorInitializationError : error;
+  return last_error();
 }
+
+cudaError_t ready() { return usable() ? cudaSuccess : fail(cudaErrorNoDevice); }
 
 }  // namespace opacus_memprof::virtual_gpu
 
@@ -71,13 +74,13 @@ extern "C" {
 // --- devices ---
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = static_cast<int>(machine().devices.size());
-  return *count == 0 ? fail(cudaErrorNoDevice) : cudaSuccess;
+  *count = virtual_gpu::usable() ? static_cast<int>(machine().devices.size()) : 0;
+  return ready();
 }
 
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device();
-  return cudaSuccess;
+  return ready();
 }
 
 cudaError_t cudaSetDevice(int device) {
@@ -185,8 +188,8 @@ cudaError_t cudaMallocManaged(void** address, std::size_t size, unsigned /*flags
 cudaError_t cudaFree(void* address) { return release(address); }
 
 cudaError_t cudaMemGetInfo(std::size_t* available, std::size_t* total) {
-  if (machine().devices.empty()) {
-    return fail(cudaErrorNoDevice);
+  if (const cudaError_t error = ready()) {
+    return error;
   }
   *available = machine().memory.free(current_device());
   *total = machine().memory.total(current_device());
@@ -194,6 +197,9 @@ cudaError_t cudaMemGetInfo(std::size_t* available, std::size_t* total) {
 }
 
 cudaError_t cudaHostAlloc(void** address, std::size_t size, unsigned /*flags*/) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   *address = machine().memory.allocate_pinned(size);
   return *address == nullptr ? fail(cudaErrorMemoryAllocation) : cudaSuccess;
 }
@@ -219,6 +225,9 @@ cudaError_t cudaHostGetDevicePointer(void** on_device, void* on_host, unsigned /
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   std::memset(attributes, 0, sizeof *attributes);
   attributes->type = cudaMemoryTypeUnregistered;
   attributes->hostPointer = const_cast<void*>(address);
@@ -238,12 +247,18 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t size, cudaMemcpyKind /*kind*/) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   virtual_gpu::copy(to, from, size);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMemcpyKind /*kind*/,
                             cudaStream_t stream) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
                            [=] { virtual_gpu::copy(to, from, size); });
   return cudaSuccess;
@@ -257,6 +272,9 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int /*to_device*/, const void* from, i
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
                               std::size_t from_pitch, std::size_t width, std::size_t height,
                               cudaMemcpyKind /*kind*/, cudaStream_t stream) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
     virtual_gpu::copy_rows(to, to_pitch, from, from_pitch, width, height);
   });
@@ -294,6 +312,9 @@ cudaError_t cudaMemcpyPeer(void* to, int to_device, const void* from, int from_d
 
 cudaError_t cudaMemset2DAsync(void* to, std::size_t pitch, int value, std::size_t width,
                               std::size_t height, cudaStream_t stream) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
     for (std::size_t row = 0; row < height && width * height <= virtual_gpu::kSmall; ++row) {
       virtual_gpu::fill(static_cast<char*>(to) + row * pitch, value, width);
@@ -308,11 +329,17 @@ cudaError_t cudaMemset2D(void* to, std::size_t pitch, int value, std::size_t wid
 }
 
 cudaError_t cudaMemset(void* to, int value, std::size_t size) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   virtual_gpu::fill(to, value, size);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t size, cudaStream_t stream) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
                            [=] { virtual_gpu::fill(to, value, size); });
   return cudaSuccess;

@@ -15,6 +15,7 @@ using virtual_gpu::current_device;
 using virtual_gpu::fail;
 using virtual_gpu::Handle;
 using virtual_gpu::machine;
+using virtual_gpu::ready;
 
 namespace {
 
@@ -51,6 +52,9 @@ extern "C" {
 // --- streams ---
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned /*flags*/, int priority) {
+  if (const cudaError_t error = ready()) {
+    return error;
+  }
   *stream = object<cudaStream_t>(machine().streams.create_stream(current_device(), priority));
   return cudaSuccess;
 }
@@ -71,14 +75,14 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 // Everything is done when it is asked for. A captured stream never runs, and cannot be waited for.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return machine().streams.forbid_waiting(handle(stream)) ? fail(cudaErrorStreamCaptureUnsupported)
-                                                          : cudaSuccess;
+                                                          : ready();
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 
 cudaError_t cudaDeviceSynchronize() {
   return machine().streams.forbid_waiting_for_all() ? fail(cudaErrorStreamCaptureUnsupported)
-                                                    : cudaSuccess;
+                                                    : ready();
 }
 
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
@@ -111,7 +115,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
   *event = object<cudaEvent_t>(machine().streams.create_event());
-  return cudaSuccess;
+  return ready();
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
@@ -125,7 +129,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
   machine().streams.record(handle(event), handle(stream));
-  return cudaSuccess;
+  return ready();
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
