@@ -5,7 +5,7 @@ Every output shows the same.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange, needs_edit
 from opacus_memprof.profiles.privacy_check import CheckedSpan, ModelCheck, read_privacy_check
 from opacus_memprof.profiles.profile import Device, Improvement, Peak
-from opacus_memprof.profiles.units import format_bytes, format_count, format_moment, format_share
+from opacus_memprof.profiles.units import column_format, format_bytes, format_count, format_moment, format_share
 
 _MOST_FIXES = 3
 _EVIDENCE = {False: "predicted", True: "needs an edit"}
@@ -95,13 +95,15 @@ def device_verdict(name: str, device: Device) -> VerdictView:
     if not device.improvements and not is_flash_clip and gradients > _MATERIAL * peak.requested_bytes:
         less = f'up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip"'
         lines.append(("COULD BE", f"{less}, which forms no per-sample gradients"))
+    improvements = device.improvements[:_MOST_FIXES]
+    formatted = column_format(each.predicted_peak_bytes for each in improvements)
     return VerdictView(
         outcome="peak",
         headline=f"PEAK {format_bytes(peak.requested_bytes)}",
         where=where,
         lines=lines,
         heading="COULD BE",
-        fixes=[_improvement(each, peak.requested_bytes) for each in device.improvements[:_MOST_FIXES]],
+        fixes=[_improvement(each, peak.requested_bytes, formatted) for each in improvements],
         device=name,
     )
 
@@ -110,7 +112,9 @@ def failure_verdict(report: OomReport) -> VerdictView:
     """Returns the verdict on a failed allocation: the missing memory, and changes that fit."""
     request = report.request
     what = request.category.replace("_", " ") + (f" of {request.module}" if request.module else "")
-    fixes = [_suggestion(each) for each in select_suggestions(report.suggestions)[:_MOST_FIXES]]
+    suggestions = select_suggestions(report.suggestions)[:_MOST_FIXES]
+    formatted = column_format(map(_peak_of, suggestions))
+    fixes = [_suggestion(each, formatted(_peak_of(each))) for each in suggestions]
     return VerdictView(
         outcome="failed",
         headline="OUT OF MEMORY",
@@ -159,20 +163,26 @@ def _cost_of_privacy(peak: Peak) -> list[tuple[str, str]]:
     return [("WHAT PRIVACY COSTS", f"{format_bytes(cost)} of it, {share}: {most}")]
 
 
-def _improvement(improvement: Improvement, peak: int) -> Fix:
+def _improvement(improvement: Improvement, peak: int, formatted: Callable[[int], str]) -> Fix:
     size = improvement.predicted_peak_bytes
     effect = f"-{100 * (1 - size / peak):.0f} %"
-    return Fix(improvement.title, improvement.code, format_bytes(size), effect, _EVIDENCE[improvement.needs_edit])
+    return Fix(improvement.title, improvement.code, formatted(size), effect, _EVIDENCE[improvement.needs_edit])
 
 
-def _suggestion(suggestion: SuggestedChange) -> Fix:
+def _peak_of(suggestion: SuggestedChange) -> int:
+    """Returns the peak that a trial had, or the predicted one."""
+    trial = suggestion.tried
+    peak = None if trial is UNSET else trial.peak_bytes
+    return suggestion.predicted_peak_bytes if peak is None else peak
+
+
+def _suggestion(suggestion: SuggestedChange, peak: str) -> Fix:
     fits = {True: "fits", False: "too large", None: ""}[suggestion.fits]
     fits = "fits tightly" if suggestion.is_tight else fits
-    peak, trial = format_bytes(suggestion.predicted_peak_bytes), suggestion.tried
+    trial = suggestion.tried
     if trial is not UNSET:
-        peak = peak if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
-        fits = "fails" if trial.error else fits
-        return Fix(suggestion.title, suggestion.code, peak, fits, "tried", note=trial.error)
+        effect = "fails" if trial.error else fits
+        return Fix(suggestion.title, suggestion.code, peak, effect, "tried", note=trial.error)
     return Fix(suggestion.title, suggestion.code, peak, fits, _EVIDENCE[needs_edit(suggestion.actions)])
 
 

@@ -6,7 +6,7 @@ MiB = 1 048 576 bytes). Formatting uses binary units, as torch and nvidia-smi do
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
@@ -70,6 +70,29 @@ def format_bytes(size: int) -> str:
             return f"{value:.2f} {prefix}iB"
         value /= 1024
     return f"{value:.2f} {_PREFIXES[-1]}iB"
+
+
+def column_format(sizes: Iterable[int]) -> Callable[[int], str]:
+    """Returns a function that formats the sizes of a table in one unit, as `format_bytes` does.
+
+    This is the unit of the largest size, or the next smaller one if numbers stay short and small sizes keep digits.
+    """
+    present = [abs(size) for size in sizes if size]
+    if in_megabytes.get() or not present:
+        return format_bytes
+    largest = max(present)
+    power = next(power for power in range(5) if round(largest / 1024**power, 2) < 1024 or power == 4)
+    if power > 1 and largest < 10 * 1024**power and min(present) < 1024**power / 10:
+        power -= 1
+    if power == 0:
+        return format_bytes
+    unit = f"{_PREFIXES[power - 1]}iB"
+
+    def format_size(size: int) -> str:
+        value = size / 1024**power
+        return f"<0.01 {unit}" if 0 < value < 0.005 else f"{value:.2f} {unit}"
+
+    return format_size
 
 
 def format_count(count: int, noun: str) -> str:

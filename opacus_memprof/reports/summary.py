@@ -22,7 +22,7 @@ from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
 from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Finding, virtual_mark
-from opacus_memprof.profiles.units import format_bytes, format_share, shorten_name
+from opacus_memprof.profiles.units import column_format, format_bytes, format_share, shorten_name
 from opacus_memprof.reports.text import (
     bar,
     escape_what_cannot_be_shown,
@@ -216,13 +216,13 @@ def _print_held(heading: str, categories: Mapping[str, int], whole: int, console
     if not rows:
         return
     table = table_of(heading, ("", ""), ("",))
+    rest = sum(size for _, size in rows[_CATEGORIES:])
+    formatted = column_format([*(size for _, size in rows[:_CATEGORIES]), rest])
     for name, size in rows[:_CATEGORIES]:
-        table.add_row(escape(name), format_bytes(size), format_share(size, whole), bar(size, rows[0][1]))
-    if rest := rows[_CATEGORIES:]:
-        size = sum(size for _, size in rest)
-        table.add_row(
-            tr("{count} more", count=len(rest)), format_bytes(size), format_share(size, whole), "", style="dim"
-        )
+        table.add_row(escape(name), formatted(size), format_share(size, whole), bar(size, rows[0][1]))
+    if rest:
+        more = tr("{count} more", count=len(rows) - _CATEGORIES)
+        table.add_row(more, formatted(rest), format_share(rest, whole), "", style="dim")
     console.print()
     console.print(table)
 
@@ -232,13 +232,13 @@ def _print_modules(sizes: Mapping[str, int], console: Console, count: int = _MOD
     if not rows:
         return
     table = table_of(tr("MODULES"), ("", tr("each"), tr("together")), ())
+    rest = sum(row.total for row in rows[count:])
+    formatted = column_format([rest, *(size for row in rows[:count] for size in (row.largest, row.total))])
     for row in rows[:count]:
         times = f"×{row.count}" if row.count > 1 else ""  # noqa: RUF001
-        table.add_row(escape(shorten_name(row.name)), times, format_bytes(row.largest), format_bytes(row.total))
-    if rest := rows[count:]:
-        table.add_row(
-            tr("{count} more", count=len(rest)), "", "", format_bytes(sum(row.total for row in rest)), style="dim"
-        )
+        table.add_row(escape(shorten_name(row.name)), times, formatted(row.largest), formatted(row.total))
+    if rest:
+        table.add_row(tr("{count} more", count=len(rows) - count), "", "", formatted(rest), style="dim")
     console.print()
     console.print(table)
 
@@ -251,8 +251,10 @@ def _print_phases(view: DeviceView, console: Console) -> None:
     if not view.phases:
         return
     table = table_of(tr("PHASES"), (tr("peak"), tr("step")), (tr("mostly"),))
-    for row in sorted(view.phases, key=lambda row: -row.bytes)[:_CATEGORIES]:
-        table.add_row(escape(row.name), row.size, str(row.step), escape(row.mostly))
+    rows = sorted(view.phases, key=lambda row: -row.bytes)[:_CATEGORIES]
+    formatted = column_format(row.bytes for row in rows)
+    for row in rows:
+        table.add_row(escape(row.name), formatted(row.bytes), str(row.step), escape(row.mostly))
     console.print()
     console.print(table)
 

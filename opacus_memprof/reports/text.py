@@ -17,7 +17,7 @@ from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, Profil
 from opacus_memprof.language import ESCAPED, tr, tr_sentence
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile, virtual_mark
-from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
+from opacus_memprof.profiles.units import column_format, format_bytes, format_moment, shorten_name
 
 _BAR = 20  # characters of the longest bar
 _STATUS_STYLE = {"finished": "green", "running": "cyan"}
@@ -219,10 +219,13 @@ def _print_categories(view: DeviceView, console: Console) -> None:
 
 def _print_parts(title: str, parts: Sequence[Part], console: Console) -> None:
     table = table_of(title, (tr("bytes"), tr("share")), (tr("mostly"),))
+    formatted = column_format(part.bytes for part in parts)
     for part in parts:
         name = escape(shorten_name(part.name)) or tr("(no module)")
         name = tr_sentence(name) if part.is_rest else name
-        table.add_row(name, part.size, part.share, escape(part.mostly), style="dim" if part.is_rest else None)
+        table.add_row(
+            name, formatted(part.bytes), part.share, escape(part.mostly), style="dim" if part.is_rest else None
+        )
     console.print()
     console.print(table)
 
@@ -232,8 +235,10 @@ def print_unattributed(parts: Sequence[Part], console: Console) -> None:
     if not parts:
         return
     table = table_of(tr("UNATTRIBUTED, BY LINE"), ("", ""), ())
+    formatted = column_format(part.bytes for part in parts)
     for part in parts:
-        table.add_row(escape(shorten_name(part.name, 48)), part.size, part.share, style="dim" if part.is_rest else None)
+        size = formatted(part.bytes)
+        table.add_row(escape(shorten_name(part.name, 48)), size, part.share, style="dim" if part.is_rest else None)
     console.print()
     console.print(table)
 
@@ -243,8 +248,9 @@ def _print_phases(view: DeviceView, console: Console) -> None:
         return
     table = table_of(tr("phase"), (tr("peak"), tr("step")), ("", tr("mostly")))
     whole = view.device.peak.requested_bytes
+    formatted = column_format(row.bytes for row in view.phases)
     for row in view.phases:
-        table.add_row(escape(row.name), row.size, str(row.step), bar(row.bytes, whole), escape(row.mostly))
+        table.add_row(escape(row.name), formatted(row.bytes), str(row.step), bar(row.bytes, whole), escape(row.mostly))
     console.print()
     console.print(table)
     console.print(tr_sentence(view.phases_note), style="dim", highlight=False)

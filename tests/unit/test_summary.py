@@ -279,8 +279,8 @@ def test_what_a_plan_has_tried_is_said(tmp_path: Path) -> None:
     rows = [line.split() for line in lines(print_failure, report) if line[:2] in ("1 ", "2 ", "3 ")]
     assert rows == [
         ["1", "works", "1.10", "GiB", "fits", "tried"],  # 1 GiB and a sample of 100 MiB
-        ["2", "needs", "an", "edit", "300.00", "MiB", "fits", "predicted"],
-        ["3", "fails", "300.00", "MiB", "fails", "tried"],
+        ["2", "needs", "an", "edit", "0.29", "GiB", "fits", "predicted"],
+        ["3", "fails", "0.29", "GiB", "fails", "tried"],
     ]
     assert "ValueError: no" in "\n".join(lines(print_failure, report))
     assert "tried: failed with ValueError: no" in "\n".join(lines(print_oom, report, 140))

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.units import format_bytes, format_count, megabytes, parse_size
+from opacus_memprof.profiles.units import column_format, format_bytes, format_count, megabytes, parse_size
+
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,19 @@ def test_results_of_experiments_have_one_unit(size: int, text: str) -> None:
     with megabytes():
         assert format_bytes(size) == text
     assert "MB" not in format_bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "printed"),
+    [
+        ([3 * GIB // 2, 300 * MIB], ["1.50 GiB", "0.29 GiB"]),
+        ([3 * GIB // 2, 30 * MIB], ["1536.00 MiB", "30.00 MiB"]),  # 0.03 GiB would have one digit
+        ([30 * GIB, 30 * MIB], ["30.00 GiB", "0.03 GiB"]),  # 30720.00 MiB would be long
+        ([30 * GIB, 1], ["30.00 GiB", "<0.01 GiB"]),
+        ([GIB - 1, 0], ["1.00 GiB", "0.00 GiB"]),
+        ([700, 3], ["700 B", "3 B"]),
+        ([], []),
+    ],
+)
+def test_a_column_has_one_unit(sizes: list[int], printed: list[str]) -> None:
+    assert [column_format(sizes)(size) for size in sizes] == printed
