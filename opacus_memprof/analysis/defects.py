@@ -356,6 +356,11 @@ def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
         return (
             f"the optimizer does not have them, so that its zero_grad leaves them out: {_FREEZE.format(_some(unowned))}"
         )
+    if not run.facts:  # of a killed process
+        return (
+            "call zero_grad of the optimizer that make_private returns after each of its steps, and give it all "
+            "parameters that are trained: it leaves the others out (freeze them before make_private)"
+        )
     if not run.facts_of("zero_grads"):
         return f"per-sample gradients are never freed: {_ZERO_GRAD}"
     return "something keeps per-sample gradients of each step: look for lists and attributes that hold p.grad_sample"

@@ -3,6 +3,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -174,7 +175,7 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
     """Loads the profile of a directory.
 
     Without profile.json, the process was killed or is still running: the profile is then built from the events, with
-    the status "killed" or "running".
+    the status "killed" or "running". Likewise if profile.json is cut off.
 
     Raises:
         MemprofError: the directory does not exist, or holds no profile of this version with all fields.
@@ -188,7 +189,25 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
             raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
         status = "running" if is_being_written(path) else "killed"
         return build_profile(path, status=status, exit_code=None)
-    return read_json_object(summary, Profile)
+    try:
+        return read_json_object(summary, Profile)
+    except MemprofError:
+        if not (path / EVENTS).exists() or _is_json(summary):
+            raise
+        profile = build_profile(path, status="killed", exit_code=None)
+        profile.warnings.append(f"{PROFILE} is cut off: this is read from {EVENTS}, which has no predictions")
+        return profile
+
+
+def _is_json(path: Path) -> bool:
+    """Returns whether a file is whole, as one of another version is."""
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    except RecursionError:  # nested too deeply, but not cut off
+        return True
+    return True
 
 
 def read_timelines(directory: str | os.PathLike[str], points: int) -> dict[str, Timeline]:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.verdict_view import device_verdict
-from tests.gallery.failures import BATCH, CLASSES, GALLERY, Report, private, train
+from opacus_memprof.errors import MemprofError
+from tests.gallery.failures import BATCH, CLASSES, GALLERY, Report, private, train, trained_beside_the_optimizer
 from tests.integration.planted_findings import kinds, profiled
 
 pytestmark = [pytest.mark.usefixtures("clean_process"), pytest.mark.filterwarnings("ignore")]
@@ -104,3 +106,19 @@ def test_a_proof_causes_no_advice(tmp_path: Path) -> None:
     assert not kinds(profile) & {"per_sample_gradients_in_forward", "copied_per_sample_gradients"}
     (verdict,) = (device_verdict(name, device) for name, device in profile["devices"].items())
     assert "COULD BE" not in dict(verdict.lines)
+
+
+def test_a_killed_run_gets_no_remedy_that_its_events_do_not_support(tmp_path: Path) -> None:
+    """Who should have cleared the gradients is not in the events, so that the remedy names both possibilities."""
+    profiled(tmp_path, lambda session: trained_beside_the_optimizer(False))
+    whole = (tmp_path / "profile.json").read_text()
+    (tmp_path / "profile.json").write_text(whole[: len(whole) // 2])
+    profile = load_profile(tmp_path)
+    (growing,) = (each for each in profile["findings"] if each["kind"] == "growing_memory")
+    assert "zero_grad" in growing["remedy"]
+    assert "freeze" in growing["remedy"]
+    assert profile["status"] == "killed"
+    assert any("cut off" in warning for warning in profile["warnings"])
+    (tmp_path / "events.bin").unlink()
+    with pytest.raises(MemprofError, match="cannot be read"):
+        load_profile(tmp_path)
