@@ -15,6 +15,7 @@ from opacus_memprof.cli.options import EXECUTORS, with_groups
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.executors import executor_of
 from opacus_memprof.jobs.progress import ProgressBoard
+from opacus_memprof.language import tr
 from opacus_memprof.planning import report
 from opacus_memprof.planning.configuration import (
     PlannedConfiguration,
@@ -145,15 +146,16 @@ def plan(
             open_runs(output, resume=resume, on_end=partial(report.show_run, board), executor=elsewhere) as runs,
         ):
             if runs.kept:
-                console.print(f"{runs.kept} runs are there already", highlight=False)
+                console.print(tr("{count} runs are there already", count=runs.kept), highlight=False)
             if is_single:
                 fits = _judge(runs, cells[0].configuration, named and named[0], steps, board, console)
             else:
                 fits = _compare(runs, base, cells, asked.searched, board, console)
     except KeyboardInterrupt:
-        print("opacus-memprof: stopped; the same command with --resume before the script continues", file=sys.stderr)
+        said = tr("stopped; the same command with --resume before the script continues")
+        print(f"opacus-memprof: {said}", file=sys.stderr)
         raise
-    console.print(f"the plan is in {output.absolute()}", highlight=False, soft_wrap=True)
+    console.print(tr("the plan is in {path}", path=output.absolute()), highlight=False, markup=False, soft_wrap=True)
     if not fits:
         raise typer.Exit(_DOES_NOT_FIT)
 

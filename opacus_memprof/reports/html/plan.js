@@ -38,7 +38,7 @@ function largestCard() {
   const kinds = [...new Set(CELLS.map(({ gpu }) => gpu))];
   const name = ({ fixed, mode, settings }) => {
     const others = Object.entries(fixed).map(([argument, value]) => `${argument}=${value}`);
-    return [...others, mode, settings].filter(Boolean).join(", ") || "as it is";
+    return [...others, mode, settings].filter(Boolean).join(", ") || translated("as it is");
   };
   const rows = [...new Set(CELLS.map(name))].map((label) => {
     return { label, of: new Map(CELLS.filter((cell) => name(cell) === label).map((cell) => [cell.gpu, cell])) };
