@@ -143,7 +143,8 @@ class LayerHooks:
         if self.observe is not None:
             others = [other for other in (*args, *kwargs.values()) if other is not x and other is not None]
             self.observe(layer, [x, *others], None, [output], running)
-            return expand_over_batch(output, self.batch) if layout and layout.inputs[0] is None else None
+            is_shared = layout is not None and layout.inputs[0] is None
+            return self._with_graph(expand_over_batch(output, self.batch) if is_shared else output)
         if len(args) + len(kwargs) > 1 and any(o is not None and o is not x for o in (*args, *kwargs.values())):
             self.trace.append(None)  # this layer has been frozen until now; a proof will include it
         where = layout.inputs[0] if layout else PLAIN
@@ -156,7 +157,8 @@ class LayerHooks:
         elif where.rows(output, self.batch) is None:
             raise MemprofError(
                 f"{layer.describe()} saw an input of shape {tuple(x.shape)}, which does not have the {self.batch} "
-                "samples of the batch where earlier batches had them."
+                "samples of the batch where earlier batches had them: leave check='sometimes' on, and run the model in "
+                "one thread at a time."
             )
         if output.is_cuda:
             self.kept_bytes += layer.kept_bytes(x, output)
@@ -183,9 +185,10 @@ class LayerHooks:
         found, output_structure = tree_flatten(output)
         if self.observe is not None:
             self.observe(layer, leaves, structure, found, running)
+            found = [self._with_graph(each) if _is_float(each) else each for each in found]
         layout = self.layouts.get(layer)
         if layout is None and self.observe is not None:
-            return None
+            return tree_unflatten(found, output_structure)
         if layout is None or len(layout.inputs) != len(leaves):
             layout = self._guess(layer, leaves, found)
         floats = [i for i in layout.outputs if i < len(found) and _is_float(found[i])]
@@ -234,6 +237,10 @@ class LayerHooks:
                 "as its first dimension: call the model in the same way in every step."
             )
         return Layout([where(x) for x in leaves], found)
+
+    def _with_graph(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns an output that requires grad, as one with a tap does: a program may add a hook to it."""
+        return output if output.requires_grad or not torch.is_grad_enabled() else output + self.anchor(output.device)
 
     def anchor(self, device: torch.device) -> torch.Tensor:
         """Returns a scalar that makes an output require grad when neither the input nor the frozen parameters do."""

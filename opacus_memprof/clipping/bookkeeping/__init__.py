@@ -133,7 +133,8 @@ class Bookkeeping:
         elif self.mode == "norms":
             current.kept[layer] = layer.keep_norms(x, g, self.workspace)
         else:
-            current.kept[layer] = layer.keep(x, g, self.workspace)
+            kept = current.kept[layer] = layer.keep(x, g, self.workspace)
+            kept.noted_version = kept.version()
 
     def _share(self, current: BackwardPass, layer: Layer, x: Any, g: Any) -> None:
         """Adds a second use of a layer that seemed to be used only once."""
@@ -286,18 +287,21 @@ class Bookkeeping:
             check.raise_unless_finite()
 
     def check_complete(self, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-        """Checks that every pass has a gradient for each parameter.
+        """Checks that every pass has a gradient for each parameter, and that what it has kept is as backward left it.
 
         Args:
             parameters: the parameters of the optimizer.
             names: their names.
 
         Raises:
-            MemprofError: a parameter has no gradient, or there was no backward pass.
+            MemprofError: a parameter has no gradient, there was no backward pass, or the program has written to a
+                tensor that a pass has kept.
         """
         if not self._passes:
             raise MemprofError(
-                "optimizer.step() was called without a backward pass since the last step or zero_grad()."
+                "optimizer.step() was called without a backward pass since the last step or zero_grad(), or with one "
+                "of a forward in eval mode or under torch.no_grad(): call model.train() before the forward, and "
+                "backward() before step()."
             )
         if self.beside_layers:
             raise MemprofError(
@@ -314,6 +318,7 @@ class Bookkeeping:
                     f"no gradient reached {', '.join(missing)}: not used in the forward, or in eval mode. Freeze what "
                     "is not trained with requires_grad_(False)."
                 )
+            each.check_unchanged()
 
     def backward_passes(self) -> Iterator[BackwardPass]:
         """Yields the backward passes since the last step."""

@@ -247,6 +247,27 @@ class BackwardPass:
         for shared in self.shared.values():
             shared.release()
 
+    def check_unchanged(self) -> None:
+        """Checks that the program has not written to a kept tensor since backward.
+
+        A layer's input may be the program's own tensor, and the gradient of its output that of another operation, too.
+
+        Raises:
+            MemprofError: it has.
+        """
+        if self.clipped:  # by a second backward: nothing else is kept
+            return
+        shared = [(each, each) for each in self.shared.values()]
+        found: list[tuple[Layer | SharedGradient, KeptTensors | SharedGradient]] = [*self.kept.items(), *shared]
+        for owner, kept in found:
+            if kept.version() != kept.noted_version:
+                raise MemprofError(
+                    f"the input of {owner.describe()}, or the gradient of its output, was written to in place after "
+                    "its backward, but optimizer.step() needs it; no parameter was changed. Write the next batch into "
+                    "another tensor, or call optimizer.step() before; custom backward functions should return new "
+                    "tensors."
+                )
+
     def parameter_ids(self) -> set[int]:
         """Returns the ids of the parameters that gradients have reached. They are faster than sets of tensors."""
         kept = {id(parameter) for kept in self.kept.values() for parameter in kept.norms}

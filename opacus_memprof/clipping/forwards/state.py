@@ -49,10 +49,14 @@ class RandomState:
 
     def has_moved(self) -> bool:
         """Returns whether a random number has been drawn since then."""
-        now = RandomState.now()
-        if not torch.equal(self.cpu, now.cpu) or self.python != now.python or not _same_numpy(self.numpy, now.numpy):
+        if self.has_moved_outside_torch() or not torch.equal(self.cpu, torch.get_rng_state()):
             return True
         return any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self.cuda)
+
+    def has_moved_outside_torch(self) -> bool:
+        """Returns whether Python's or NumPy's generator has drawn a random number since then."""
+        now = RandomState.now()
+        return bool(self.python != now.python) or not _same_numpy(self.numpy, now.numpy)
 
     def restore(self) -> None:
         """Sets the generators to these states."""

@@ -29,12 +29,19 @@ class KeptTensors:
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
         lost: on CUDA, booleans [B]: samples whose tokens cancel, so that the product that forms the clipped sum of
             `pair` would lose digits. None if there are no such samples.
+        noted_version: the `version` when backward has kept the tensors.
     """
 
     norms: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
     stacks: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     pair: tuple[torch.Tensor, torch.Tensor] | None = None
     lost: torch.Tensor | None = None
+    noted_version: int = 0
+
+    def version(self) -> int:
+        """Returns a number that grows when a program writes to one of the tensors, which may be its own input."""
+        found = sum([stack._version for stack in self.stacks.values()])
+        return found if self.pair is None else found + self.pair[0]._version + self.pair[1]._version
 
     @property
     def squared_norms(self) -> torch.Tensor:

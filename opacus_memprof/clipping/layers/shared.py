@@ -55,6 +55,7 @@ class SharedGradient:
         name: the name of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
+        noted_version: the `version` when the last use was added.
         kept_norms: the squared norms, once they are known, and on CUDA the samples whose tokens cancel.
     """
 
@@ -64,6 +65,7 @@ class SharedGradient:
         self.uses: list[Use] = []
         self.stack: torch.Tensor | None = None
         self.kept_norms = KeptTensors()
+        self.noted_version = 0
         self._owns_stack = False
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,6 +75,10 @@ class SharedGradient:
         for use in self.uses:
             yield "activation_hooks", use.x
             yield "backprop_copies", use.g
+
+    def version(self) -> int:
+        """Returns a number that grows when a program writes to one of the tensors."""
+        return sum([tensor._version for _, tensor in self.tensors()])
 
     def add(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
         """Adds the tensors that a layer has kept for this parameter."""
@@ -84,6 +90,7 @@ class SharedGradient:
                 while self.uses:
                     use = self.uses.pop()
                     self._add_stack(use.layer.weight_gradients(use.x, use.g, workspace))
+        self.noted_version = self.version()
 
     def _add_stack(self, stack: torch.Tensor) -> None:
         if self.stack is None:

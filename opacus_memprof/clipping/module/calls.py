@@ -187,7 +187,10 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for leaf in tree_flatten((args, kwargs))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return len(leaf)
-    raise MemprofError("flash_clip needs a tensor among the model's inputs whose first dimension is the batch.")
+    raise MemprofError(
+        "flash_clip needs a tensor among the model's inputs whose first dimension is the batch: pass tensors, or "
+        "tuples, lists and dictionaries of them, instead of strings, arrays and objects of other kinds."
+    )
 
 
 def wheres_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:

@@ -397,7 +397,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
         A sum or a mean gives all elements the same gradient.
         """
-        if bool((gradient != gradient.flatten()[0]).any()):
+        first = gradient.flatten()[0]
+        if bool(
+            ((gradient != first) & first.isfinite()).any()
+        ):  # norms that are not finite have a sentence of their own
             self._refuse(
                 MemprofError(
                     f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, "

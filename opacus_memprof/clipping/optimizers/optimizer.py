@@ -127,7 +127,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if rule.by_parameter and len(rule.bounds) != len(params):
             raise MemprofError(
                 f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
-                "that are trained; clipping='per_layer' needs one for each."
+                "that are trained; clipping='per_layer' needs one for each: give as many bounds, and do not freeze or "
+                "unfreeze parameters later."
             )
         self._names = names
         self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.state import Arrangement
+from opacus_memprof.clipping.kernels.sums import default_generator
 
 _DEPTH = 4
 VARIANTS = 4
@@ -43,21 +45,33 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _tensors(item, depth - 1, seen)
 
 
+class _Alias(torch.autograd.Function):
+    """The identity. Unlike a view, its result keeps its hooks when a program writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """Replaces some tensors of an output by views of them.
+    """Replaces some tensors of an output by aliases of them.
 
     Args:
         output: a tensor, or a container of tensors.
         tensors: tensors among its leaves.
 
     Returns:
-        The output with the views, and the views.
+        The output with the aliases, and the aliases.
     """
     leaves, structure = tree_flatten(output)
-    views = [x.view_as(x) for x in tensors]
-    for x, view in zip(tensors, views, strict=True):
-        leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = view
-    return tree_unflatten(leaves, structure), views
+    aliases: list[torch.Tensor] = [_Alias.apply(x) for x in tensors]
+    for x, alias in zip(tensors, aliases, strict=True):
+        leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = alias
+    return tree_unflatten(leaves, structure), aliases
 
 
 def cotangents(
@@ -83,15 +97,21 @@ def cotangents(
             found.append(torch.zeros_like(output))
             continue
         if where is None:
-            g = torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
+            g = _normal(output.shape, generator, output)
         else:
             batch = len(weights)
             shape = drawn, *where.by_sample(output.detach(), batch).shape[1:]
-            rows = torch.randn(shape, generator=generator, dtype=output.dtype, device=output.device)[:batch]
+            rows = _normal(shape, generator, output)[:batch]
             scale = weights.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
             g = as_output(rows.mul_(scale.to(rows.dtype)), where, output)  # a factor of 1 keeps all bits
         found.append(g)
     return found
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+    """Returns normal numbers of a tensor's dtype, also where `FixedDraws` replaces those of the program."""
+    with _disable_current_modes():
+        return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> torch.Tensor:
@@ -204,3 +224,68 @@ def _prefixes(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     lengths = torch.randint(1, x.shape[-1] + 1, x.shape[:-1], generator=generator)
     ones = torch.arange(x.shape[-1]) < lengths.unsqueeze(-1)
     return ones.to(x.device, x.dtype)
+
+
+class FixedDraws(TorchDispatchMode):
+    """Replaces random tensors by constant ones, so that batches of different sizes can be compared.
+
+    The constant is another one in each draw, so that a program that draws until a number fits comes to an end.
+
+    Attributes:
+        seeds: the seed of the generator of each draw.
+    """
+
+    supports_higher_order_operators = True
+    _MOST = 100_000
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seeds: list[int] = []
+        self._is_known = True  # whether all draws were replaced
+
+    def is_same(self, other: "FixedDraws") -> bool:
+        """Returns whether two runs have drawn the same numbers, as far as is known."""
+        return self._is_known and other._is_known and len(self.seeds) == len(other.seeds)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        if given.get("dropout_p") == 0 or given.get("train") is False:
+            return func(*args, **kwargs)
+        device = next((x.device for x in args if isinstance(x, torch.Tensor)), given.get("device") or "cpu")
+        self.seeds.append((given.get("generator") or default_generator(torch.device(device))).initial_seed())
+        if len(self.seeds) > self._MOST:
+            raise RuntimeError("the program draws without end")
+        name = func._schema.name.removeprefix("aten::")
+        if name == "native_dropout":
+            x, p = args[:2]
+            return x * (0.0 if p == 1 else 1 / (1 - p)), torch.ones_like(x, dtype=torch.bool)
+        constant = _constant(name, given, 0.5 + 0.3 * (0.618034 * len(self.seeds) % 1))
+        if constant is None:
+            self._is_known = False
+            return func(*args, **kwargs)
+        return (args[0] if name.endswith("_") else func(*args, **kwargs)).fill_(constant)
+
+
+def _constant(name: str, given: Mapping[str, Any], share: float) -> float | None:
+    """Returns a possible value of a random operation; None for operations of other kinds.
+
+    Args:
+        name: the operation.
+        given: its arguments by name.
+        share: a number between 0.5 and 0.8.
+    """
+    if name in ("bernoulli", "bernoulli_"):
+        return 1.0
+    if name in ("rand", "rand_like", "randn", "randn_like", "exponential_"):
+        return share
+    if name == "uniform_":
+        low, high = given.get("from", 0.0), given.get("to", 1.0)
+        return float(low + share * (high - low))
+    if name == "normal_":
+        return float(given.get("mean", 0.0) + share * given.get("std", 1.0))
+    if name in ("randint", "randint_like", "random_"):
+        return float(given.get("low") or given.get("from") or 0)
+    return None

@@ -93,7 +93,7 @@ class RecordedForward:
             self._add_part(n, total, weights)
 
     def _add_part(self, n: slice, total: GradientSums, weights: torch.Tensor) -> None:
-        leaves, structure = tree_flatten((self.args, self.kwargs))
+        leaves, structure = tree_flatten(copied((self.args, self.kwargs)))  # a forward may write to its arguments
         is_whole = (n.start, n.stop) == (0, self.batch)
         args, kwargs = tree_unflatten(
             [leaf if is_whole or not has_samples(leaf, self.batch) else leaf[n] for leaf in leaves], structure

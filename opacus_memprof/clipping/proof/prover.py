@@ -11,7 +11,7 @@ gradients must equal autograd's gradients of the weighted outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from opacus_memprof.clipping.proof.batches import (
     LARGE,
     SMALL,
     VARIANTS,
+    FixedDraws,
     cotangents,
     has_samples,
     perturbed,
@@ -103,9 +104,8 @@ class Program:
     trained: dict[nn.Parameter, str]
 
     def leaves(self) -> tuple[list[Any], Any]:
-        """Returns the arguments, flattened and detached, and their structure."""
-        leaves, structure = tree_flatten((self.args, self.kwargs))
-        return [_detached(leaf) for leaf in leaves], structure
+        """Returns the arguments, flattened, and their structure."""
+        return tree_flatten((self.args, self.kwargs))
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,8 +116,9 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+def _copied(leaf: Any) -> Any:
+    """Returns a leaf of the arguments for one forward, which may write to it."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class Prover:
@@ -134,6 +135,7 @@ class Prover:
         self.patterns: list[int] = []
         self.is_finite = True
         self.draws = False
+        self._given: list[Any] = []  # the arguments of the last forward
         self.changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
@@ -164,7 +166,7 @@ class Prover:
             doubts = self._compare(bases[shared], other, kept, no_leak=not (shared and other.has_shared))
             if doubts:
                 return doubts
-        return [] if bases[True].draws else self._smaller(leaves, structure, bases[len(bases) == 1])
+        return self._smaller(leaves, structure, bases[len(bases) == 1])
 
     def is_mixing(self, digit: int) -> bool:
         """Returns whether three runs detect mixing: the batch, and for 0 and 1 the samples with this binary digit.
@@ -231,25 +233,39 @@ class Prover:
     def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
         """Repeats `mixing` with a smaller batch, which has the first samples only.
 
-        A sample's data may depend on the number of samples, too. Not used where random numbers would differ in a
-        smaller batch.
+        A sample's data may depend on the number of samples, too. Where random numbers are drawn, of which a smaller
+        batch would draw others, both batches run with `FixedDraws`.
 
         Raises:
             MemprofError: the model cannot be clipped exactly.
+            MixingError: random numbers depend on other samples.
         """
-        count = self.program.batch // 2
-        if count < 1:
+        batch = self.program.batch
+        count, kept = batch // 2, torch.ones(batch, dtype=torch.bool)
+        if count < 1 or base.draws_outside:
             return []
-        some = [leaf[:count] if has_samples(leaf, self.program.batch) else leaf for leaf in leaves]
-        program = replace(self.program, batch=count, drawn=self.program.drawn)
-        alone = Prover(program, self.workspace)
+        some = [leaf[:count] if has_samples(leaf, batch) else leaf for leaf in leaves]
+        alone = Prover(replace(self.program, batch=count), self.workspace)
+        draws, of_whole, of_part = base.draws, FixedDraws(), FixedDraws()
         try:
-            other = alone._backward(some, structure, torch.ones(count, dtype=torch.bool), base.with_shared)
+            if draws:
+                with of_whole:
+                    base = self._backward(leaves, structure, kept, base.with_shared)
+            with of_part if draws else nullcontext():
+                other = alone._backward(some, structure, kept[:count], base.with_shared)
         except MemprofError:
             raise
-        except Exception:  # the model does not run on so few samples
+        except Exception:  # the model does not run on so few samples, or not with such numbers
             return []
-        return self._compare(base.first(count), other, torch.ones(count, dtype=torch.bool), no_leak=False)
+        if any(a != b for a, b in zip(of_whole.seeds, of_part.seeds, strict=False)):
+            raise MixingError(
+                "the model seeds a random number generator in its forward with a number that depends on the batch, so "
+                "that a sample's random numbers depend on other samples. Seed generators outside of the model, by "
+                "numbers that do not depend on data."
+            )
+        if not of_whole.is_same(of_part):
+            return []
+        return self._compare(base.first(count), other, kept[:count], no_leak=False)
 
     def _changed(
         self,
@@ -278,12 +294,13 @@ class Prover:
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds layers that checkpoints run again
-            patterns = self._patterns(outputs, leaves)
-            batch, draws = self.program.batch, self.program.random.has_moved()
+            patterns = self._patterns(outputs)
+            batch, random = self.program.batch, self.program.random
+            draws, draws_outside = random.has_moved(), random.has_moved_outside_torch()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, None in wheres, shared, draws, recorder, trace, patterns)
+        return _Run(rows, None in wheres, shared, draws, draws_outside, recorder, trace, patterns)
 
     def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         batch = self.program.batch
@@ -297,12 +314,13 @@ class Prover:
             torch.autograd.backward(outputs, given)
         return recorder
 
-    def _patterns(self, outputs: list[torch.Tensor], leaves: list[Any]) -> list[int]:
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    def _patterns(self, outputs: list[torch.Tensor]) -> list[int]:
+        inputs = [leaf for leaf in self._given if isinstance(leaf, torch.Tensor)]
         return graph_patterns(outputs, inputs, self.program.batch)
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
-        args, kwargs = tree_unflatten(leaves, structure)
+        self._given = [_copied(leaf) for leaf in leaves]
+        args, kwargs = tree_unflatten(self._given, structure)
         tensors = tensors_in(self.program.run(args, kwargs))
         if len(tensors) != len(self.program.wheres):
             raise MixingError(
@@ -357,17 +375,30 @@ class Prover:
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder(self.workspace)) as trace:
             outputs, _ = self._outputs(leaves, structure)
-            self.trace, self.patterns = list(trace), self._patterns(outputs, leaves)
+            self.trace, self.patterns = list(trace), self._patterns(outputs)
 
     # --- sums ---
     def sums(self) -> list[Doubt]:
-        """Returns the layers whose gradients do not add up to autograd's."""
-        program = self.program
-        generator = torch.Generator().manual_seed(7)
+        """Returns the layers whose gradients do not add up to autograd's.
+
+        If they do not with a random weight for each sample, a backward that is not linear may be the reason, such as
+        one that clamps gradients. Such a backward may be right for sums over some samples, without other samples'
+        gradients.
+        """
+        program, generator = self.program, torch.Generator().manual_seed(7)
         weights = torch.rand(program.batch, generator=generator, dtype=torch.float64) + 0.5
-        whole = torch.ones_like(weights)
-        if any(where is None for where in program.wheres):  # data that all samples share has no weights
-            weights = whole
+        if None in program.wheres:  # data that all samples share has no weights
+            return self._sums(torch.ones_like(weights))
+        doubts = self._sums(weights)
+        if doubts and self.is_finite:
+            some = [torch.tensor(plan) for plan in halves(program.batch)]
+            some += [torch.rand(program.batch, generator=generator) < 0.5 for _ in range(4)]
+            if not any(self._sums(each.to(weights)) for each in some):
+                return []
+        return doubts
+
+    def _sums(self, weights: torch.Tensor) -> list[Doubt]:
+        program, whole = self.program, torch.ones_like(weights)
         leaves, structure = program.leaves()
         recorder = SumRecorder(self.workspace, weights)
         with self._running(recorder):
@@ -406,6 +437,7 @@ class _Run:
         has_shared: whether there are other outputs.
         with_shared: whether the other outputs had gradients.
         draws: whether random numbers were drawn.
+        draws_outside: whether some of these were Python's or NumPy's.
         recorder: the data that reached the layers.
         trace: the order in which layers were called.
         patterns: the patterns of the outputs' graph.
@@ -415,6 +447,7 @@ class _Run:
     has_shared: bool
     with_shared: bool
     draws: bool
+    draws_outside: bool
     recorder: RowRecorder
     trace: list[Layer | None]
     patterns: list[int]

@@ -221,7 +221,7 @@ def _block_sums(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
     rows = x.flatten(2) if x.dim() > 2 else x
     whole = rows.shape[-1] // _BLOCK * _BLOCK
-    blocks, rest = rows[..., :whole].reshape(*rows.shape[:-1], -1, _BLOCK), rows[..., whole:].unsqueeze(-2)
+    blocks, rest = rows[..., :whole].reshape(*rows.shape[:-1], whole // _BLOCK, _BLOCK), rows[..., whole:].unsqueeze(-2)
     sums = torch.cat([_signed_sums(blocks), _signed_sums(rest)], -1)
     if not x.is_floating_point() or sums.isfinite().all():
         return sums

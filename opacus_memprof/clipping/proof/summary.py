@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opacus_memprof.clipping.workspace import slices
 
@@ -172,18 +173,20 @@ def _random(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns odd integers, [columns], and random vectors, [columns, 4]."""
     generator = torch.Generator().manual_seed(_SEED)
-    odd = torch.randint(0, torch.iinfo(integer).max // 2, (columns,), generator=generator, dtype=integer) * 2 + 1
-    vectors = torch.randn(columns, _PROJECTIONS, generator=generator, dtype=real)
-    return odd.to(device), vectors.to(device)
+    with _disable_current_modes():  # such as one that replaces random numbers
+        odd = torch.randint(0, torch.iinfo(integer).max // 2, (columns,), generator=generator, dtype=integer) * 2 + 1
+        vectors = torch.randn(columns, _PROJECTIONS, generator=generator, dtype=real)
+        return odd.to(device), vectors.to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _of_blocks(first: int, count: int, real: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns numbers that distinguish blocks of columns: odd integers, [count], and projection factors, [count, 4]."""
     generator = torch.Generator().manual_seed(_SEED + 1)
-    odd = torch.randint(0, 2**61, (first + count,), generator=generator) * 2 + 1
-    scales = torch.randn(first + count, _PROJECTIONS, generator=generator, dtype=real)
-    return odd[first:].to(device), scales[first:].to(device)
+    with _disable_current_modes():
+        odd = torch.randint(0, 2**61, (first + count,), generator=generator) * 2 + 1
+        scales = torch.randn(first + count, _PROJECTIONS, generator=generator, dtype=real)
+        return odd[first:].to(device), scales[first:].to(device)
 
 
 def release() -> None:

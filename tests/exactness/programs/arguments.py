@@ -251,6 +251,13 @@ PROGRAMS = [
         _called(lambda model, x: model(x, x[:, 0])),
     ),
     Program(
+        "arguments_written_to",
+        _pair(lambda m, x: m.last(torch.tanh(m.first(x.sub_(1).mul_(0.5))))),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(x.clone())),
+    ),
+    Program(
         "arguments_input_that_needs_grad",
         _pair(lambda m, x: m.last(torch.tanh(m.first(x)))),
         _STEPS,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
@@ -88,7 +89,7 @@ def _noisy(m: Block, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gumbel(m: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * nn.functional.gumbel_softmax(_scaled(m, x), dim=-1)
+    return x * functional.gumbel_softmax(_scaled(m, x), dim=-1)
 
 
 def _permuted(m: Block, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,28 @@ def _plain_dropout() -> nn.Module:
     )
 
 
+def _by_size(draw: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    """What is drawn hides that the output depends on the number of samples."""
+    return lambda: Graph(lambda m, x: m.last(draw(m.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3))
+
+
+def _seeded_by_size(h: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(len(h))
+    return functional.dropout(h)
+
+
 PROGRAMS = [
+    *(
+        Program(f"chance_by_size_{name}", _by_size(draw), of_shape(5, 6, count=2), allowed, settings=_RANDOM)
+        for name, draw, allowed in (
+            ("dropout", lambda h: functional.dropout(h) / len(h), "refused"),
+            ("uniform", lambda h: h * torch.rand(6, dtype=h.dtype) / len(h), "refused"),
+            ("normal", lambda h: h * torch.randn(len(h), 1, dtype=h.dtype) / len(h), "refused"),
+            ("seed", _seeded_by_size, "refused"),
+            ("not", lambda h: functional.dropout(h) * torch.rand(len(h), 1, dtype=h.dtype), "exact"),
+            ("not_gumbel", lambda h: functional.gumbel_softmax(h), "exact"),
+        )
+    ),
     *(
         Program(f"chance_{name}", build, _STEPS, allowed, settings=_RANDOM, seeds=_SEEDS)
         for name, (build, allowed) in _DRAWS.items()

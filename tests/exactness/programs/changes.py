@@ -239,6 +239,7 @@ PROGRAMS = [
         several(*[lambda n=n: floats(4, n, 6) for n in (3, 1, 4, 7)], lambda: floats(5, 6), lambda: floats(3, 2, 2, 6)),
         "exact",
     ),
+    Program("batches_without_tokens", _chain(), several(*[lambda n=n: floats(4, n, 6) for n in (3, 0, 2)]), "exact"),
     Program(
         "batches_empty", _chain(), several(lambda: floats(4, 6), lambda: floats(0, 6), lambda: floats(3, 6)), "exact"
     ),

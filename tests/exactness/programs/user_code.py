@@ -295,6 +295,27 @@ def _subclass(name: str) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(6, 6), _SUBCLASSES[name](), nn.Linear(width, 3))
 
 
+class _UnitRows(torch.autograd.Function):
+    """Gives each row a gradient of norm one: it is not linear, and does not mix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g / g.norm(dim=-1, keepdim=True).clamp(min=1e-9)
+
+
+def _with_tensor_hook(hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        h.register_hook(hook)
+        return m.last(torch.tanh(h))
+
+    return lambda: Graph(forward, first=nn.Linear(6, 6), last=nn.Linear(6, 3))
+
+
 def _hook_later(model: Any, optimizer: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Sequential):
@@ -363,6 +384,19 @@ PROGRAMS = [
     *(
         Program(f"hook_{name}", _chain(change), of_shape(5, 4, 6, count=2), allowed)
         for name, (change, allowed) in _HOOKS.items()
+    ),
+    *(
+        Program(f"hook_on_tensor_{name}", _with_tensor_hook(hook), of_shape(5, 4, 6, count=2), allowed)
+        for name, hook, allowed in (
+            ("scales", lambda g: 3 * g, "exact"),
+            ("clamps", lambda g: g.clamp(-0.01, 0.01), "exact"),
+        )
+    ),
+    Program(
+        "hook_by_function_of_unit_rows",
+        lambda: Graph(lambda m, x: m.last(_UnitRows.apply(m.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3)),
+        of_shape(5, 4, 6, count=2),
+        "exact",
     ),
     Program("hook_on_gradient", _hooked_gradient, of_shape(5, 4, 6, count=2), "refused"),
     Program("hook_on_gradient_later", _chain(_nothing), of_shape(5, 4, 6, count=3, change=_hook_gradient), "refused"),

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that do something unusual between a forward, its backward and the step."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
+from opacus_memprof.errors import MemprofError
+from tests.exactness.judge import Verdict
+from tests.exactness.program import Graph, Program
+from tests.exactness.tensors import gradient_of, norm_of, seed_all
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Body = Callable[[Any, torch.Tensor, Any], None]
+"""Called with the model, a batch, and the optimizer; its backward passes are followed by a step."""
+
+
+def _squares(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def _ordinary(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    _squares(model, x).backward()
+
+
+def _by_hand(model: nn.Module, x: torch.Tensor, loss: Loss) -> list[torch.Tensor]:
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for n in range(len(x)):
+        model.zero_grad()
+        loss(model, x[n : n + 1]).backward()
+        gradients = [gradient_of(p) for p in model.parameters()]
+        factor = min(1.0, 1 / (norm_of(gradients) + 1e-6))
+        total = [a + factor * g for a, g in zip(total, gradients, strict=True)]
+    return total
+
+
+def _program(
+    name: str,
+    build: Callable[[], nn.Module],
+    data: Callable[[], torch.Tensor],
+    body: Body,
+    sentence: str = "",
+    loss: Loss = _squares,
+    first: Body = _ordinary,
+) -> Program:
+    """A step whose gradients are explained by the outputs, and then one with `body`. The bound is 1.
+
+    The second step must be refused with `sentence`, or be exact if there is none.
+    """
+
+    def run(seed: int) -> Verdict:
+        seed_all(seed)
+        model = build().double()
+        by_hand, x = copy.deepcopy(model), data()
+        module = GradSampleModuleFlashClip(model, loss_reduction="sum", max_grad_norm=1.0)
+        optimizer = DPOptimizerFlashClip(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            module=module,
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            expected_batch_size=1,
+            loss_reduction="sum",
+        )
+        try:
+            for each in (first, body):
+                optimizer.zero_grad()
+                each(module, x.clone(), optimizer)
+                optimizer.step()
+        except MemprofError as error:
+            is_right = sentence in str(error)
+            return Verdict("refused" if is_right else "wrong", 0.0, str(error))
+        found = [gradient_of(p) for p in model.parameters()]
+        expected = _by_hand(by_hand, x, loss)
+        error = norm_of([a - b for a, b in zip(found, expected, strict=True)])
+        return Verdict("exact" if error < 1e-6 else "wrong", error, f"{error:.3g} C off")
+
+    return Program(f"between_{name}", build, list, "refused" if sentence else "exact", run=run)
+
+
+# --- writes between backward and step ---
+def _next_batch(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    """The next batch is read into the same tensor before the step."""
+    _squares(model, x).backward()
+    x.copy_(x.flip(0) + 1)
+
+
+def _scaled_output(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    out = model(x)
+    out.mul_(3)
+    out.square().sum().backward()
+
+
+def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    (model(x) * torch.tensor([torch.nan, 1, 1])).sum().backward()
+
+
+def _perturbed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Adversarial inputs, by gradients of the inputs alone."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(_squares(model, x), x)
+    return (x + 0.1 * g.sign()).detach()
+
+
+def _adversarial(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    _squares(model, _perturbed(model, x)).backward()
+
+
+def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    (model(x) * torch.tensor([torch.nan, 1, 1])).sum().backward()
+
+
+def _in_eval_mode(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    model.eval()
+    _squares(model, x).backward()
+
+
+class _WritesItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g.mul_(0.5)
+
+
+def _with_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Layer `b` gets the gradient that the other branch overwrites afterwards."""
+    return m.last(_WritesItsGradient.apply(torch.tanh(m.a(x))) + m.b(x))
+
+
+def _numbers() -> torch.Tensor:
+    return torch.randn(5, 6, dtype=torch.float64)
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(0, 50, (5, 4))
+
+
+def _wide() -> nn.Module:
+    return nn.Linear(6, 30)
+
+
+def _tied() -> nn.Module:
+    return Graph(lambda m, x: m.a(x) + torch.tanh(m.a(x)), a=nn.Linear(6, 30))
+
+
+def _branches() -> nn.Module:
+    return Graph(_with_writes, a=nn.Linear(6, 6), b=nn.Linear(6, 6), last=nn.Linear(6, 3))
+
+
+def _pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _averaged() -> nn.Module:
+    """Its outputs have no dimension for samples."""
+    return Graph(lambda m, x: torch.tanh(m.a(x)).mean(0), a=nn.Linear(6, 3))
+
+
+_WRITTEN = "was written to in place after its backward"
+PROGRAMS = [
+    _program("nothing", _wide, _numbers, _ordinary),
+    _program("input_overwritten", _wide, _numbers, _next_batch, _WRITTEN),
+    _program("ids_overwritten", lambda: nn.Embedding(60, 6), _ids, _next_batch, _WRITTEN),
+    _program("input_of_two_uses_overwritten", _tied, _numbers, _next_batch, _WRITTEN),
+    _program("gradient_overwritten", _branches, _numbers, _ordinary, _WRITTEN),
+    _program(
+        "output_scaled", _wide, _numbers, _scaled_output, loss=lambda m, x: 9 * _squares(m, x), first=_scaled_output
+    ),
+    _program(
+        "nan_in_outputs_without_samples",
+        _averaged,
+        _numbers,
+        _not_a_number,
+        "of the batch is not finite",
+        first=lambda model, x, optimizer: model(x).sum().backward(),
+    ),
+    _program("after_eval", _pair, _numbers, _in_eval_mode, "eval mode"),
+]
