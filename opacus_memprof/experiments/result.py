@@ -39,6 +39,15 @@ from opacus_memprof.session import outcome
 from opacus_memprof.versions import VERSION, installed_version
 
 MB = 2**20
+# Suggestions, by kind and value of the action, as options of `experiment`, `experiments` and `sweep`.
+_OPTIONS = {
+    ("grad_sample_mode", "flash_clip"): "--mode flash_clip",
+    ("grad_sample_mode", "ghost"): "--mode ghost",
+    ("grad_sample_mode", "hooks"): "--mode hooks",
+    ("dtype", "bfloat16"): "--dtype bf16",
+    ("dtype", "float16"): "--dtype fp16",
+    ("checkpoint", None): "--checkpointing",
+}
 _TIMELINE_ROWS = 500
 _MOST_EDGES = 5000  # of longer runs, the first
 
@@ -317,4 +326,8 @@ def best_suggestion(directory: Path) -> BestSuggestion | None:
         return None
     if not suggestions:
         return None
-    return BestSuggestion(**{key: suggestions[0][key] for key in BestSuggestion.__struct_fields__})
+    best = {key: suggestions[0][key] for key in BestSuggestion.__struct_fields__}
+    options = [_OPTIONS.get((each["kind"], each.get("value"))) for each in suggestions[0].get("actions", ())]
+    if options and all(options):
+        best["code"] = " ".join(map(str, options))
+    return BestSuggestion(**best)

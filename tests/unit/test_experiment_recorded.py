@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,28 @@ def test_the_best_suggestion(tmp_path: Path) -> None:
     assert best_suggestion(tmp_path) == suggestion
     (tmp_path / "oom_report.json").write_text('{"suggestions": []}')
     assert best_suggestion(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("actions", "code"),
+    [
+        ([{"kind": "grad_sample_mode", "value": "flash_clip"}], "--mode flash_clip"),
+        ([{"kind": "checkpoint", "modules": ["h.0"]}], "--checkpointing"),
+        (
+            [{"kind": "grad_sample_mode", "value": "ghost"}, {"kind": "dtype", "value": "bfloat16"}],
+            "--mode ghost --dtype bf16",
+        ),
+        ([{"kind": "dtype", "value": "bfloat16"}, {"kind": "optimizer", "value": "SGD"}], "x = 1"),  # has no option
+    ],
+)
+def test_a_suggestion_is_given_as_options_of_the_command(
+    actions: list[dict[str, Any]], code: str, tmp_path: Path
+) -> None:
+    suggestion = {"title": "", "code": "x = 1", "predicted_peak_bytes": 5, "fits": True, "actions": actions}
+    (tmp_path / "oom_report.json").write_text(json.dumps({"suggestions": [suggestion]}))
+    best = best_suggestion(tmp_path)
+    assert best is not None
+    assert best.code == code
 
 
 def test_phases_begin_where_the_program_s_do(tmp_path: Path) -> None:
