@@ -99,7 +99,8 @@ void Call::prepare() {
   }
   // What is written in place is kept as it is now: the kernel may itself call operators that write.
   for (Tensor& each : tensors_) {
-    if (!each.parameter.read || !each.parameter.written || !is_small(each.tensor)) continue;
+    if (!each.parameter.written || !is_small(each.tensor)) continue;
+    if (!each.parameter.read && !is_read_elsewhere(each)) continue;
     if (!is_computed(state_at(each.position)) && is_inexact(each.tensor)) continue;
     const Span span = span_of(each.tensor);
     ranges().materialize(span);
@@ -170,6 +171,15 @@ void Call::note_read(const Tensor& each, State state) {
 State Call::state_at(std::size_t position) const {
   const State state = position < states_.size() ? states_[position] : state_;
   return std::max(state, State::assumed);
+}
+
+// As in torch.neg(x, out=x).
+bool Call::is_read_elsewhere(const Tensor& written) const {
+  const Span span = span_of(written.tensor);
+  return std::any_of(tensors_.begin(), tensors_.end(), [&](const Tensor& each) {
+    const Span other = span_of(each.tensor);
+    return each.parameter.read && other.begin < span.end && span.begin < other.end;
+  });
 }
 
 void Call::restore() {

@@ -50,6 +50,7 @@ class Call {
   void note_read(const Tensor& each, State state);
   // What the elements of lists at this position are computed from, or the whole call.
   [[nodiscard]] State state_at(std::size_t position) const;
+  [[nodiscard]] bool is_read_elsewhere(const Tensor& written) const;
   void restore();
   void prepare_compounds();
   [[nodiscard]] bool is_worth_carrying_out(const torch::jit::Stack& stack,

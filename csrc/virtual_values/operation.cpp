@@ -19,8 +19,10 @@ bool contains(const std::array<std::string_view, size>& names, std::string_view 
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// Made of other operators, of which the innermost have no kernel for the CPU.
-constexpr std::array<std::string_view, 2> kWhole{"aten::convolution", "aten::convolution_backward"};
+// They have no kernel of their own for CUDA, and are computed as a whole: the innermost operators
+// of which they are made have no kernel for the CPU, or there are none.
+constexpr std::array<std::string_view, 3> kWhole{"aten::convolution", "aten::convolution_backward",
+                                                 "aten::conj_physical_"};
 
 // They change what a tensor is, not its values; or they check values where a real GPU would only
 // later.

@@ -117,21 +117,24 @@ def run(operator: Any) -> tuple[str, str]:
     worst, reason = "equal", ""
     order = ["equal", "said", "refused", "silent"]
     samples = operator.sample_inputs("cpu", dtype, requires_grad=False)
+    in_place = [operator.inplace_variant] if operator.inplace_variant else []
     for _, sample in zip(range(SAMPLES), samples, strict=False):
-        on_device = [on_cuda(sample.input), on_cuda(sample.args), on_cuda(sample.kwargs)]
-        before = uses()
-        try:
-            expected = operator(sample.input, *sample.args, **sample.kwargs)
-        except Exception:  # what the CPU cannot do
-            continue
-        try:
-            outcome = compare(operator, sample, expected, operator(on_device[0], *on_device[1], **on_device[2]))
-            if outcome == "silent" and uses() > before:
-                outcome = "said"
-        except Exception as error:
-            outcome = "refused"
-            reason = f"{type(error).__name__}: {error}"[:200]
-        worst = max(worst, outcome, key=order.index)
+        for variant in [operator, *([] if sample.broadcasts_input else in_place)]:
+            on_device = [on_cuda(sample.input), on_cuda(sample.args), on_cuda(sample.kwargs)]
+            before = uses()
+            try:
+                given = sample.input if variant is operator else pytree.tree_map(torch.clone, sample.input)
+                expected = variant(given, *sample.args, **sample.kwargs)
+            except Exception:  # what the CPU cannot do
+                continue
+            try:
+                outcome = compare(operator, sample, expected, variant(on_device[0], *on_device[1], **on_device[2]))
+                if outcome == "silent" and uses() > before:
+                    outcome = "said"
+            except Exception as error:
+                outcome = "refused"
+                reason = f"{type(error).__name__}: {error}"[:200]
+            worst = max(worst, outcome, key=order.index)
     return worst, reason
 
 
