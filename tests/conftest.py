@@ -18,6 +18,11 @@ import torch
 
 from opacus_memprof import virtual_gpu
 
+if not torch.cuda.is_available():
+    # torch.manual_seed keeps the seed, with a traceback, for each kind of device that may come: 3 ms in a test.
+    for _kind in (torch.cuda, torch.xpu, torch.mtia):
+        _kind.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
+
 _SECONDS: Counter[str] = Counter()
 """Seconds that the tests of each file took, fixtures included."""
 
