@@ -10,9 +10,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from opacus_memprof.analysis.events import PHASE, SNAPSHOT, STEP
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.stacks import Frame, Purpose, purposes
 from opacus_memprof.analysis.torch_snapshot import profile_of
@@ -20,6 +22,7 @@ from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.core import read_torch_snapshot
 from opacus_memprof.profiles.profile import Profile
+from tests.event_rows import rows_of
 
 MIB = 2**20
 Entry = dict[str, Any]
@@ -132,6 +135,14 @@ def test_a_workspace_of_backward_is_no_gradient(tmp_path: Path, parameter: int, 
     trace.add("free_completed", 2**30, MIB, ADAM)
     device = profile(trace.write(tmp_path / "a.pickle")).devices["cuda:0"]
     assert device.snapshots[-1].categories[expected] == 32 * MIB
+
+
+def test_steps_phases_and_snapshots_are_of_no_stream_and_no_thread(tmp_path: Path) -> None:
+    rows, _ = rows_of(profile_of(one_step(context_all=True).write(tmp_path / "a.pickle")))
+    marks = rows[np.isin(rows["kind"], (STEP, PHASE, SNAPSHOT))]
+    assert {*marks["kind"].tolist()} == {STEP, PHASE, SNAPSHOT}
+    assert not marks["stream"].any()
+    assert not marks["thread"].any()
 
 
 def test_modules_are_the_calls_of_forward(tmp_path: Path) -> None:
