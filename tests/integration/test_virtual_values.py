@@ -136,11 +136,8 @@ def test_what_kernels_of_triton_write_is_unknown_and_what_they_read_is_not() -> 
     [
         # What cuDNN and the compilers of torch.jit launch past the dispatcher is not computed.
         ("virtual_programs.py", {"recurrent", "scripted"}),
-        # cuSPARSELt's product, a solver that the CPU has not got, and tensors that are large.
-        (
-            "virtual_more_programs.py",
-            {"semi_structured", "linalg_more", "large_index", "large_then_copy", "large_host_copy"},
-        ),
+        # cuSPARSELt's product has no kernel for the CPU, and one tensor is large.
+        ("virtual_more_programs.py", {"semi_structured", "large_index"}),
     ],
 )
 def test_many_uses_of_a_gpu_give_what_the_cpu_gives_or_are_said(script: str, differ: set[str]) -> None:
@@ -148,7 +145,7 @@ def test_many_uses_of_a_gpu_give_what_the_cpu_gives_or_are_said(script: str, dif
     done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["programs"] >= 30
+    assert found["programs"] >= 24
     assert found["unsaid"] == []
     assert set(found["different"]) <= differ
 

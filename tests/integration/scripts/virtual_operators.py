@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of torch's operators on small inputs: what a virtual GPU gives, compared with the CPU.
+"""All of torch's operators on small inputs, in place as well: what a virtual GPU gives, compared with the CPU.
 
 `python virtual_operators.py SHARD SHARDS [NAME...]` prints as JSON, for each operator of the shard, one of
 
