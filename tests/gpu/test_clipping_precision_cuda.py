@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """On CUDA clipped sums of low precision are formed in float32: products of bfloat16 are split into two."""
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from benchmarks.virtual_gpu import models
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.sums import sum_products
 from opacus_memprof.clipping.workspace import Workspace
@@ -45,6 +51,32 @@ def test_sums_of_products(dtype: torch.dtype, is_true: bool) -> None:
         assert total.dtype == torch.float32
         if is_true:
             torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("number", [16, 29, 34])
+def test_convolutions_in_tf32_are_exact_and_not_refused(number: int) -> None:
+    """Sums cancel to less than the rounding errors of TF32, in which torch lets convolutions compute."""
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    drawn = models.named(f"drawn 1 {number}")
+    torch.manual_seed(0)
+    model = drawn.build().cuda()
+    by_hand = copy.deepcopy(model).double()
+    x, y = (tensor.cuda() for tensor in drawn.data(12))
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "loss_reduction": "sum"}
+    data = TensorDataset(x.cpu(), y.cpu())
+    module, optimizer, _ = make_private(model, data, "flash_clip", 12, **options)
+    functional.cross_entropy(module(x), y, reduction="sum").backward()
+    optimizer.step()
+    total = [torch.zeros_like(p) for p in by_hand.parameters()]
+    for n in range(12):
+        loss = functional.cross_entropy(by_hand(x[n : n + 1].double()), y[n : n + 1])
+        gradients = torch.autograd.grad(loss, list(by_hand.parameters()))
+        norm = math.hypot(*(float(g.norm()) for g in gradients))
+        for each, gradient in zip(total, gradients, strict=True):
+            each += min(1.0, 1.0 / (norm + 1e-6)) * gradient
+    errors = [float((p.grad - each).norm()) for p, each in zip(model.parameters(), total, strict=True)]
+    assert math.hypot(*errors) < 0.05  # of bounds of 1 for each of the 12 samples
 
 
 @pytest.mark.true_numbers

@@ -310,3 +310,21 @@ def test_gradient_given_to_backward_may_require_grad() -> None:
     output = module(torch.randn(4, 9, dtype=torch.float64))
     output.backward(torch.ones_like(output).requires_grad_())
     optimizer.step()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaled_loss_is_refused_and_training_goes_on(unscales: bool) -> None:
+    module, optimizer, loader = make_private(mlp().double(), vector_data(8), "flash_clip")
+    scaler = torch.amp.GradScaler("cpu")
+    x, _ = next(iter(loader))
+    before = parameters(module)
+    scaler.scale(module(x).square().sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(MemprofError, match=r"GradScaler multiplies the loss .* in bfloat16 or float32"):
+        scaler.step(optimizer)
+    assert_same(parameters(module), before)
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(parameters(module)["0.weight"], before["0.weight"])

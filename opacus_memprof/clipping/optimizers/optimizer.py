@@ -49,6 +49,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     """
 
     ranks = 1
+    _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_alone = True  # whether a sum is complete when it is formed
 
     def __init__(
@@ -302,6 +303,12 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _prepare_step(self, skips: bool) -> None:
         """Does the part of `pre_step` that precedes the step count. `skips` says whether the step is skipped."""
+        if self.__dict__.pop("found_inf", None) is not None:  # GradScaler has set both
+            self.__dict__.pop("grad_scale", None)
+            raise MemprofError(
+                "GradScaler multiplies the loss before the gradients of samples are clipped, so that nearly all are "
+                "clipped: train without it, in bfloat16 or float32, which need no loss scale."
+            )
         if skips:
             self.clip_and_accumulate()
         elif self._rounds_at_once():

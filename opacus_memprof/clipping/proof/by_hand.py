@@ -311,14 +311,40 @@ def wrong_sums(
         elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
             wrong[parameter] = error
     if wrong and is_finite:
-        # Gradients may cancel to less than their rounding errors, which differ for other numbers.
-        again = _all_real(autograd(_OTHER_SCALE))
-        for parameter, error in list(wrong.items()):
-            gradient, first = again.get(parameter), expected.get(parameter)
-            rounding = 0.0 if gradient is None else float(_distance(gradient / _OTHER_SCALE, first))
-            if error <= 8 * rounding:
-                del wrong[parameter]
+        # Gradients may cancel to less than their rounding errors, which differ for other numbers, and without TF32.
+        _forgive_rounding(wrong, expected, {p: g / _OTHER_SCALE for p, g in _present(autograd(_OTHER_SCALE))})
+        if any(p.is_cuda for p in wrong):
+            with _without_tf32():
+                _forgive_rounding(wrong, expected, dict(_present(autograd(1.0))))
     return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
+
+
+def _forgive_rounding(
+    wrong: dict[nn.Parameter, float], expected: GradientSums, again: dict[nn.Parameter, torch.Tensor]
+) -> None:
+    """Removes errors that are not much larger than the differences between two of autograd's sums."""
+    for parameter, error in list(wrong.items()):
+        if parameter in again and error <= 8 * float(_distance(again[parameter], expected.get(parameter))):
+            del wrong[parameter]
+
+
+def _present(sums: GradientSums) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    return ((parameter, total) for parameter, total in _all_real(sums).items() if total is not None)
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Computes products and convolutions in full float32 inside the context."""
+    cudnn: Any = torch.backends.cudnn
+    backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -348,6 +374,6 @@ def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
 
     It is relative to the norm of the sum of a parameter's gradients.
     """
-    if parameter.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if parameter.is_cuda and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return 1e-2
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)

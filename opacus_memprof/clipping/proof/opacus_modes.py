@@ -280,7 +280,9 @@ class StepCheck:
     def _tolerance(self, parameters: list[nn.Parameter], is_low_precision: bool) -> float:
         if is_low_precision:
             return _TOLERANCE_LOW_PRECISION
-        has_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        # Reading allow_tf32 raises if the program has set fp32_precision.
+        cudnn: Any = torch.backends.cudnn
+        has_tf32 = "tf32" in (torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)
         return _TOLERANCE_TF32 if has_tf32 and any(p.is_cuda for p in parameters) else _TOLERANCE
 
 

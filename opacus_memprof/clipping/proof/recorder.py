@@ -195,7 +195,7 @@ def far_apart(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the largest relative difference that rounding may cause."""
-    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return 2e-3
     dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
     return max(_TOLERANCES.get(each, 2e-5) for each in dtypes)
