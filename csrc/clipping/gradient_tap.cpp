@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -91,7 +92,7 @@ class GradientTap final : public Node {
     const at::Tensor input = has_input_ ? input_.unpack(getptr()) : at::Tensor();
     // Only a backward with create_graph=True passes on a gradient that requires grad.
     const bool is_graph_created = at::GradMode::is_enabled();
-    {
+    if (gradient.requires_grad() || !is_backward_of_inputs()) {
       const at::NoGradGuard no_grad;
       const WithoutAutocast no_autocast(gradient.device().type());
       const bool is_detached = gradient.requires_grad() && !is_graph_created;
@@ -124,6 +125,11 @@ class GradientTap final : public Node {
 };
 
 }  // namespace
+
+bool is_backward_of_inputs() {
+  const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
+  return nodes != nullptr && !nodes->empty();
+}
 
 at::Tensor tap_gradient(const at::Tensor& output, const std::optional<at::Tensor>& anchor,
                         const std::optional<at::Tensor>& input, pybind11::object receive,

@@ -10,7 +10,8 @@
 namespace opacus_memprof::clipping {
 
 // Returns `output` with a new node in the graph, which is the identity. Its backward calls
-// `receive(call, input, gradient)` with the output's gradient. The result is not a view of
+// `receive(call, input, gradient)` with the output's gradient, unless `is_backward_of_inputs` and
+// it does not require grad. The result is not a view of
 // `output`, so that an in-place activation may follow.
 //
 // `anchor` makes the result require grad if `output` does not. `input` is saved through autograd,
@@ -20,5 +21,10 @@ namespace opacus_memprof::clipping {
 at::Tensor tap_gradient(const at::Tensor& output, const std::optional<at::Tensor>& anchor,
                         const std::optional<at::Tensor>& input, pybind11::object receive,
                         pybind11::object call);
+
+// Whether the backward that runs in this thread computes gradients of some tensors only, as
+// `torch.autograd.grad` does: parameters get none in it, and layers have nothing to keep. False
+// where no backward runs.
+bool is_backward_of_inputs();
 
 }  // namespace opacus_memprof::clipping

@@ -16,6 +16,7 @@ namespace clipping = opacus_memprof::clipping;
 
 PYBIND11_MODULE(_clipping, module) {
   module.def("tap_gradient", &clipping::tap_gradient);
+  module.def("is_backward_of_inputs", &clipping::is_backward_of_inputs);
   module.def("graph_patterns", &clipping::graph_patterns);
   pybind11::class_<clipping::OperationLog>(module, "OperationLog")
       .def(pybind11::init<>())

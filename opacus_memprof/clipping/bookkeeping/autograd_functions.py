@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.repetition import Call
 from opacus_memprof.clipping.forwards.state import Arrangement
+from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.errors import MemprofError
 
@@ -44,7 +45,7 @@ def receive_gradient(call: TappedCall, x: torch.Tensor | None, g: torch.Tensor) 
 
 
 def _add(bookkeeping: Bookkeeping, layer: Layer, x: Any, g: Any, forward: int) -> None:
-    if bookkeeping.refusal.error is not None:
+    if bookkeeping.refusal.error is not None or is_backward_of_inputs():
         return
     try:
         bookkeeping.add(layer, x, g, forward)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
-from opacus_memprof.clipping.kernels.native import OperationLog
+from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.proof.batches import alias_leaves
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
@@ -94,6 +94,8 @@ class ExplainedSteps:
 
     def begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
         """Called when a backward reaches one of the outputs of a forward."""
+        if is_backward_of_inputs():
+            return
         self.bookkeeping.begin_backward(forward)
         if record is not None and forward in self._records:
             record.add(place, gradient)

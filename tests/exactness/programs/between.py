@@ -94,6 +94,17 @@ def _scaled_output(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     out.square().sum().backward()
 
 
+def _perturbed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Adversarial inputs, by gradients of the inputs alone."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(_squares(model, x), x)
+    return (x + 0.1 * g.sign()).detach()
+
+
+def _adversarial(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    _squares(model, _perturbed(model, x)).backward()
+
+
 def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     (model(x) * torch.tensor([torch.nan, 1, 1])).sum().backward()
 
@@ -157,6 +168,11 @@ def _pair() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+def _repeated() -> nn.Module:
+    """A parameter beside the layers."""
+    return Graph(lambda m, x: m.a(x) * m.w, a=nn.Linear(6, 3), w=nn.Parameter(torch.ones(3)))
+
+
 def _averaged() -> nn.Module:
     """Its outputs have no dimension for samples."""
     return Graph(lambda m, x: torch.tanh(m.a(x)).mean(0), a=nn.Linear(6, 3))
@@ -171,6 +187,12 @@ PROGRAMS = [
     _program("gradient_overwritten", _branches, _numbers, _ordinary, _WRITTEN),
     _program(
         "output_scaled", _wide, _numbers, _scaled_output, loss=lambda m, x: 9 * _squares(m, x), first=_scaled_output
+    ),
+    *(
+        _program(
+            f"adversarial_inputs_{name}", build, _numbers, _adversarial, loss=lambda m, x: _squares(m, _perturbed(m, x))
+        )
+        for name, build in (("layers", _pair), ("repeated", _repeated))
     ),
     _program(
         "nan_in_outputs_without_samples",
