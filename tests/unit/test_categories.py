@@ -35,11 +35,6 @@ def test_the_document_has_the_table_of_categories() -> None:
     ]
 
 
-def test_readme_counts_the_categories_of_reports() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| categories of tensors \| (\d+), with", readme, re.MULTILINE) == [str(len(REPORTED))]
-
-
 @pytest.mark.parametrize("name", REPORTED)
 def test_every_category_can_be_limited_and_has_a_colour_and_a_meaning(name: str) -> None:
     check_filters(name, None, None)
