@@ -179,13 +179,16 @@ class Probe(SampleForwards):
 
         Raises:
             MemprofError: the model gives another output each time.
+            CannotRunError: the model cannot run while its layers are followed.
         """
         self.hooks.layouts = dict(shared)
         try:
             forwards = [self.forward(samples, observe=True) for samples in self.samples]
-        except Exception:
-            if not shared:
+        except Exception as error:
+            if not shared and isinstance(error, MemprofError):
                 raise
+            if not shared:  # such as a hook on a tensor that has no gradient while the layers are frozen
+                raise CannotRunError from error
             return shared, self._breaking(shared, plain)
         if not _same(forwards[0].outputs, plain):
             if not shared:

@@ -390,6 +390,7 @@ PROGRAMS = [
         for name, hook, allowed in (
             ("scales", lambda g: 3 * g, "exact"),
             ("clamps", lambda g: g.clamp(-0.01, 0.01), "exact"),
+            ("mixes", lambda g: g - g.mean(0), "refused"),
         )
     ),
     Program(
