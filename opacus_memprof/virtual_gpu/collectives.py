@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.recording.startup import AfterImport
 
 _NAME = "torch.distributed.distributed_c10d"
@@ -119,7 +120,18 @@ def _replace_object_collectives(c10d: Any) -> None:
         if objects is not None:
             scatter_object_output_list[0] = objects[c10d.get_rank(group)]
 
-    for replacement in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
+    receive = c10d.recv_object_list
+
+    def recv_object_list(*arguments: Any, **options: Any) -> Any:
+        if _simulates_one_rank():
+            raise MemprofError(
+                "a rank that is simulated alone cannot receive objects of another one (recv_object_list, by which "
+                "stages of a pipeline learn shapes): start all ranks with torchrun, each on a virtual GPU"
+            )
+        return receive(*arguments, **options)
+
+    replacements = (all_gather_object, gather_object, broadcast_object_list, scatter_object_list, recv_object_list)
+    for replacement in replacements:
         name = replacement.__name__
         setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
 

@@ -157,6 +157,15 @@ def test_refusals(tmp_path: Path, options: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_rank_that_is_simulated_alone_receives_no_objects(tmp_path: Path) -> None:
+    script = tmp_path / "receive.py"
+    script.write_text(
+        "import torch.distributed as dist\ndist.init_process_group('nccl')\ndist.recv_object_list([None], src=0)\n"
+    )
+    completed = python(*RUN, "--virtual-ranks", "4", "--rank", "1", "-o", tmp_path / "out", script, returns=1)
+    assert "a rank that is simulated alone cannot receive objects" in completed.stderr
+
+
 def test_a_rank_of_a_real_job_plays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from opacus_memprof import virtual_gpu
     from opacus_memprof.errors import MemprofError
