@@ -120,18 +120,43 @@ def _replace_object_collectives(c10d: Any) -> None:
         if objects is not None:
             scatter_object_output_list[0] = objects[c10d.get_rank(group)]
 
-    receive = c10d.recv_object_list
+    def message(group: Any, sender: int, receiver: int) -> str:
+        name = f"{c10d._get_process_group_name(group)}/{sender}-{receiver}"
+        exchanges[name] = exchanges.get(name, 0) + 1
+        return f"virtual_gpu/messages/{name}/{exchanges[name]}"
 
-    def recv_object_list(*arguments: Any, **options: Any) -> Any:
+    def send_object_list(
+        object_list: list[Any],
+        dst: int | None = None,
+        group: Any = None,
+        *_: Any,
+        group_dst: int | None = None,
+        **__: Any,
+    ) -> None:
+        group = c10d._group_or_default_group(group)
+        key = message(group, c10d.get_rank(group), root(group, dst, group_dst))
+        c10d._get_default_store().set(key, pickle.dumps(list(object_list)))
+
+    def recv_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        *_: Any,
+        group_src: int | None = None,
+        **__: Any,
+    ) -> int:
         if _simulates_one_rank():
             raise MemprofError(
                 "a rank that is simulated alone cannot receive objects of another one (recv_object_list, by which "
                 "stages of a pipeline learn shapes): start all ranks with torchrun, each on a virtual GPU"
             )
-        return receive(*arguments, **options)
+        group = c10d._group_or_default_group(group)
+        sender = root(group, src, group_src)
+        object_list[:] = pickle.loads(c10d._get_default_store().get(message(group, sender, c10d.get_rank(group))))
+        return int(c10d.get_global_rank(group, sender))
 
-    replacements = (all_gather_object, gather_object, broadcast_object_list, scatter_object_list, recv_object_list)
-    for replacement in replacements:
+    replacements = (all_gather_object, gather_object, broadcast_object_list, scatter_object_list)
+    for replacement in (*replacements, send_object_list, recv_object_list):
         name = replacement.__name__
         setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
 
