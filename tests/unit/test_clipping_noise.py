@@ -5,7 +5,8 @@ import pytest
 import torch
 from opacus.optimizers.optimizer import _generate_noise
 
-from opacus_memprof.clipping.kernels.sums import add_noise, draw_noise
+from opacus_memprof.clipping.kernels.sums import _sum_products, add_noise, draw_noise
+from opacus_memprof.clipping.workspace import Workspace
 from tests.unit.test_clipping_layers import peak_bytes
 
 SHAPES = [(), (3,), (3,), (16,), (17, 5), (0, 4), (64, 128)]
@@ -37,3 +38,10 @@ def test_noise_takes_no_more_memory_than_itself() -> None:
     reference = torch.zeros(1000)
     assert peak_bytes(lambda: draw_noise([reference], 1.0, None, False)) == (4000, 4000)
     assert peak_bytes(lambda: _generate_noise(1.0, reference))[0] == 8000
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(0, 5), (3, 0)])
+def test_the_sum_of_nothing_is_where_its_gradients_are(samples: int, tokens: int) -> None:
+    g, a = torch.empty(samples, 4, tokens, device="meta"), torch.empty(samples, tokens, 6, device="meta")
+    total = _sum_products(g, a, torch.empty(samples, device="meta"), 1, Workspace(2**20))
+    assert (total.shape, total.device.type) == ((1, 4, 6), "meta")
