@@ -2,6 +2,7 @@
 """flash_clip trains as hooks mode does, in float64 to rounding."""
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -233,3 +234,14 @@ def test_an_empty_batch_leaves_only_noise(name: str, passes: int) -> None:
     criterion("mean")(module(x[:0]), y[:0]).backward()
     optimizer.step()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in module.parameters())
+
+
+def test_more_samples_than_the_loader_draws_are_warned_of_once() -> None:
+    module, optimizer, _ = make_private(nn.Linear(9, 4).double(), vector_data(8), "flash_clip")
+    for samples, expected in ((24, 0), (60, 1), (60, 0)):  # four are drawn on average
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            module(torch.randn(samples, 9, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [f"clipped {samples} samples" in str(each.message) for each in found] == [True] * expected

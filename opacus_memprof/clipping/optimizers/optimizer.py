@@ -2,6 +2,7 @@
 """The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from tensors that backward kept."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._follow_model()
         self._sum_check: SumCheck | None = None
         self._largest_sum: float | None = None
+        self._has_warned = False
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -319,7 +321,21 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             self.add_noise(self.grad_divisor())
         self._check_norms()  # last, so that the device has work while the host waits
         if not skips:
+            self._check_number_of_samples()
             self._check_sums()
+
+    def _check_number_of_samples(self) -> None:
+        """Warns once if a step has far more samples than the loader draws, beyond what Poisson sampling explains."""
+        samples = self.bookkeeping.limit.samples
+        expected = (self.expected_batch_size or 0) * max(1, self.accumulated_iterations)
+        if expected and not self._has_warned and samples > expected + 10 * math.sqrt(expected) + 10:
+            self._has_warned = True
+            warnings.warn(
+                f"a step has clipped {samples} samples, where make_private was told of {expected} on average: the "
+                "accountant's epsilon does not hold for it. Train on the loader that make_private returns. If the "
+                "first dimension of inputs is not the batch, make it so: positions have counted as samples.",
+                stacklevel=4,
+            )
 
     def _check_norms(self) -> None:
         self.bookkeeping.check_norms()
