@@ -328,3 +328,27 @@ def test_a_scaled_loss_is_refused_and_training_goes_on(unscales: bool) -> None:
     module(x).square().sum().backward()
     optimizer.step()
     assert not torch.equal(parameters(module)["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_noise_that_repeats_is_refused_before_it_is_added(generator: torch.Generator | None) -> None:
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=generator)
+
+    def step(seed: int) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(seed)
+        if generator is not None:
+            generator.manual_seed(seed)
+        module(torch.ones(4, 9, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    step(1)
+    step(2)
+    before = parameters(module)
+    with pytest.raises(MemprofError, match=r"same as in the step before.*noise_generator"):
+        step(2)
+    assert_same(parameters(module), before)
+    step(3)
+    optimizer.noise_multiplier = 0.0
+    for _ in range(2):
+        step(4)

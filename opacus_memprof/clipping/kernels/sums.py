@@ -279,14 +279,25 @@ def draw_and_add(
 
 
 class GeneratorStates:
-    """The states of random generators, to restore them when a step is refused after noise was drawn."""
+    """The states of random generators at one moment."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._states = [(generator, generator.get_state()) for generator in generators]
+        self._states = {generator: generator.get_state() for generator in generators}
+
+    def keep_used(self) -> None:
+        """Forgets generators that have drawn nothing since."""
+        self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
+
+    def repeats(self, earlier: "GeneratorStates") -> bool:
+        """Returns whether a generator has the same state as earlier, and so would draw the same numbers."""
+        return any(
+            generator in earlier._states and torch.equal(state, earlier._states[generator])
+            for generator, state in self._states.items()
+        )
 
     def restore(self) -> None:
         """Sets the generators to these states."""
-        for generator, state in self._states:
+        for generator, state in self._states.items():
             generator.set_state(state)
 
 

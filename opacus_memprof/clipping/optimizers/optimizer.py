@@ -20,6 +20,12 @@ from opacus_memprof.errors import MemprofError
 
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
+_REPEATED_NOISE = (
+    "the noise of this step would be the same as in the step before, so that their difference shows gradients without "
+    "noise: do not call torch.manual_seed with the same seed in every step, in the model or in the training loop, or "
+    "give make_private a noise_generator."
+)
+
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     """DPOptimizer whose clipped sums come from flash_clip.
@@ -65,6 +71,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._sum_check: SumCheck | None = None
         self._largest_sum: float | None = None
         self._has_warned = False
+        self._noised_from = sums.GeneratorStates([])  # before the noise of the last step
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -267,8 +274,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
 
         Raises:
-            MemprofError: a norm is not finite, or the clipped sum is larger than its samples allow. All gradients are
-                then dropped, and no parameter is changed. Also raised while a CUDA graph is captured.
+            MemprofError: a norm is not finite, the clipped sum is larger than its samples allow, or the noise would be
+                that of the last step. All gradients are then dropped, and no parameter is changed. Also raised while a
+                CUDA graph is captured.
             ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
         refuse_capture()
@@ -276,6 +284,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
         try:
+            if not skips and generators.repeats(self._noised_from):
+                self.bookkeeping.refusal.add(MemprofError(_REPEATED_NOISE))
             self._prepare_step(skips)
         except BaseException as error:
             generators.restore()
@@ -287,6 +297,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if skips:
             self._is_last_step_skipped = True
             return False
+        generators.keep_used()
+        self._noised_from = generators
         self._module.certificate.count_step(
             self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
         )
