@@ -284,16 +284,9 @@ class GeneratorStates:
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._states = {generator: generator.get_state() for generator in generators}
 
-    def keep_used(self) -> None:
-        """Forgets generators that have drawn nothing since."""
-        self._states = {g: state for g, state in self._states.items() if not torch.equal(state, g.get_state())}
-
-    def repeats(self, earlier: "GeneratorStates") -> bool:
-        """Returns whether a generator has the same state as earlier, and so would draw the same numbers."""
-        return any(
-            generator in earlier._states and torch.equal(state, earlier._states[generator])
-            for generator, state in self._states.items()
-        )
+    def hashes(self) -> dict[torch.Generator, int]:
+        """Returns a hash of each generator's state. Equal ones draw the same numbers."""
+        return {generator: hash(state.numpy().tobytes()) for generator, state in self._states.items()}
 
     def restore(self) -> None:
         """Sets the generators to these states."""

@@ -71,7 +71,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._sum_check: SumCheck | None = None
         self._largest_sum: float | None = None
         self._has_warned = False
-        self._noised_from = sums.GeneratorStates([])  # before the noise of the last step
+        self._noised_from: dict[torch.Generator, int] = {}  # states of generators before the noise of the last step
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -283,8 +283,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
+        states = generators.hashes()
         try:
-            if not skips and generators.repeats(self._noised_from):
+            if not skips and states.items() & self._noised_from.items():
                 self.bookkeeping.refusal.add(MemprofError(_REPEATED_NOISE))
             self._prepare_step(skips)
         except BaseException as error:
@@ -297,8 +298,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if skips:
             self._is_last_step_skipped = True
             return False
-        generators.keep_used()
-        self._noised_from = generators
+        draws = self.noise_multiplier > 0 and any(map(self._gets_noise, self.params))
+        self._noised_from = states if draws else {}
         self._module.certificate.count_step(
             self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
         )
