@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import opacus_memprof
+from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.recording import native
 from opacus_memprof.session.out_of_memory import _attach
 from tests.planted_models import ValueDependent
@@ -68,6 +69,7 @@ def test_a_prediction_that_rests_on_no_whole_block_says_so(limit: int, guessed: 
     (plan,) = (plan for plan in PLANS if plan.name == "the same, in the first block")
     plan = replace(plan, build=ValueDependent)
     report = train(plan, "cpu", tmp_path, limit + model_bytes(plan)).report
+    assert not any("the profiler failed" in warning for warning in load_profile(tmp_path).warnings)
     assert report is not None
     assert report["request"]["module"].startswith("blocks.0") == guessed
     (clipped,) = (suggestion for suggestion in report["suggestions"] if suggestion["actions"] == [FLASH_CLIP])

@@ -169,7 +169,7 @@ def _layers(
             alike = [
                 other
                 for other in dict.fromkeys([*begun, unfinished])
-                if units[other].signature == units[prefix].signature
+                if other in units and units[other].signature == units[prefix].signature
             ]
             # What an unfinished unit has may be temporary, unless it is a single layer.
             finished = [other for other in alike if other != unfinished or other in shapes.modules] or alike
