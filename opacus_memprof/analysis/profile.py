@@ -192,7 +192,7 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
     try:
         return read_json_object(summary, Profile)
     except MemprofError:
-        if not (path / EVENTS).exists() or _is_json(summary):
+        if not summary.is_file() or not (path / EVENTS).exists() or _is_json(summary):  # a pipe cannot be read again
             raise
         profile = build_profile(path, status="killed", exit_code=None)
         profile.warnings.append(f"{PROFILE} is cut off: this is read from {EVENTS}, which has no predictions")
