@@ -129,7 +129,7 @@ def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
     facts = run.facts_of("sample_counts")
     if not facts:
         return
-    counts = {module: fact["samples"] for module, fact in facts}
+    counts = dict(sorted((module, fact["samples"]) for module, fact in facts))
     batch = facts[0][1]["batch"]
     if batch not in counts.values():
         batch = Counter(counts.values()).most_common(1)[0][0]
