@@ -300,7 +300,8 @@ class Bookkeeping:
         if not self._passes:
             raise MemprofError(
                 "optimizer.step() was called without a backward pass since the last step or zero_grad(), or with one "
-                "of a forward in eval mode or under torch.no_grad(): call model.train() before the forward, and "
+                "of a forward in eval mode or under torch.no_grad(), or with one for some inputs only "
+                "(torch.autograd.grad, backward(inputs=...)): call model.train() before the forward, and "
                 "backward() before step()."
             )
         if self.beside_layers:

@@ -55,8 +55,8 @@ class RandomState:
 
     def has_moved_outside_torch(self) -> bool:
         """Returns whether Python's or NumPy's generator has drawn a random number since then."""
-        now = RandomState.now()
-        return bool(self.python != now.python) or not _same_numpy(self.numpy, now.numpy)
+        numpy = sys.modules.get("numpy.random")
+        return bool(self.python != random.getstate()) or not _same_numpy(self.numpy, numpy and numpy.get_state())
 
     def restore(self) -> None:
         """Sets the generators to these states."""

@@ -7,7 +7,6 @@ Raises:
     ImportError: the extension is missing, was built for another torch, or cannot be loaded.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ try:
         _build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent
     ):
         raise ImportError(f"it was {reason}")
-    from opacus_memprof import _clipping
     from opacus_memprof._clipping import (
         OperationLog,
         address_table,
@@ -36,6 +34,7 @@ try:
         end_tables_of_graph,
         graph_patterns,
         group_alike,
+        is_backward_of_inputs,
         layer_norm_gradients_cpu,
         product_table,
         reserve_normal,
@@ -47,9 +46,6 @@ try:
     )
 except ImportError as error:
     raise ImportError(f"flash_clip's extension cannot be loaded ({error}): {how_to_build()}") from error
-
-# An extension that was built before the sources had this function takes every backward for one of parameters.
-is_backward_of_inputs: Callable[[], bool] = getattr(_clipping, "is_backward_of_inputs", lambda: False)
 
 __all__ = [
     "OperationLog",

@@ -31,10 +31,10 @@ errors than that product.
 """
 
 
-def uses_tf32(x: torch.Tensor) -> bool:
-    """Returns whether products of such matrices round their operands to TF32."""
+def uses_tf32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether products of matrices of this dtype, on this device, round their operands to TF32."""
     # Reading allow_tf32 or get_float32_matmul_precision raises if the program has set fp32_precision.
-    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
@@ -45,7 +45,7 @@ def least_share(g: torch.Tensor, rows: int, columns: int) -> float:
         rows: the length of the dot products of one Gram matrix.
         columns: the length of the dot products of the other.
     """
-    if uses_tf32(g):
+    if uses_tf32(g.dtype, g.device):
         return _TF32_SHARE
     dtype = accumulation_dtype(g.dtype)
     # Rounding errors of a dot product grow as the square root of its length, or faster if they have one sign.

@@ -165,7 +165,7 @@ def _is_by_sample(g: torch.Tensor, a: torch.Tensor) -> bool:
 
     It rounds scaled operands differently, so a sample whose tokens cancel could add more than its bound.
     """
-    if not uses_tf32(g):
+    if not uses_tf32(g.dtype, g.device):
         return False
     count, rows, tokens = g.shape
     return choose(count, tokens, rows, a.shape[2], g.element_size(), keep=False).norm == "gradient"

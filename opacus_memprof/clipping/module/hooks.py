@@ -397,10 +397,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
         A sum or a mean gives all elements the same gradient.
         """
-        first = gradient.flatten()[0]
-        if bool(
-            ((gradient != first) & first.isfinite()).any()
-        ):  # norms that are not finite have a sentence of their own
+        first = gradient.flatten()[0]  # norms that are not finite have a sentence of their own
+        if bool(((gradient != first) & first.isfinite()).any()):
             self._refuse(
                 MemprofError(
                     f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, "

@@ -283,9 +283,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
-        states = generators.hashes()
+        states = {} if skips else generators.hashes()
         try:
-            if not skips and states.items() & self._noised_from.items():
+            if states.items() & self._noised_from.items():
                 self.bookkeeping.refusal.add(MemprofError(_REPEATED_NOISE))
             self._prepare_step(skips)
         except BaseException as error:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from opacus_memprof.clipping.forwards.state import RandomState
+from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.proof.summary import halves
 from opacus_memprof.errors import MemprofError
@@ -374,6 +375,6 @@ def precision(dtype: torch.dtype, parameter: torch.Tensor) -> float:
 
     It is relative to the norm of the sum of a parameter's gradients.
     """
-    if parameter.is_cuda and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if uses_tf32(dtype, parameter.device):
         return 1e-2
     return {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-3)

@@ -15,6 +15,7 @@ from torch import nn
 
 from opacus_memprof.clipping.agreement import KeptRefusal
 from opacus_memprof.clipping.forwards.repetition import Call
+from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows, relative_differences
 from opacus_memprof.clipping.workspace import Workspace
@@ -195,7 +196,7 @@ def far_apart(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the largest relative difference that rounding may cause."""
-    if device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if uses_tf32(dtype, device):
         return 2e-3
     dtypes = [dtype, *([torch.get_autocast_dtype(device.type)] if torch.is_autocast_enabled(device.type) else [])]
     return max(_TOLERANCES.get(each, 2e-5) for each in dtypes)

@@ -109,21 +109,6 @@ def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     (model(x) * torch.tensor([torch.nan, 1, 1])).sum().backward()
 
 
-def _perturbed(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Adversarial inputs, by gradients of the inputs alone."""
-    x = x.clone().requires_grad_()
-    (g,) = torch.autograd.grad(_squares(model, x), x)
-    return (x + 0.1 * g.sign()).detach()
-
-
-def _adversarial(model: Any, x: torch.Tensor, optimizer: Any) -> None:
-    _squares(model, _perturbed(model, x)).backward()
-
-
-def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
-    (model(x) * torch.tensor([torch.nan, 1, 1])).sum().backward()
-
-
 def _in_eval_mode(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     model.eval()
     _squares(model, x).backward()
