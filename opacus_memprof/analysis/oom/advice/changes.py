@@ -232,9 +232,8 @@ def mode_change(case: Case, mode: str) -> Change | None:
         return None
     if mode == "hooks" and step.mode in PER_SAMPLE_MODES:
         return None
-    if (
-        mode == "ghost" and case.shapes.accumulated > 1
-    ):  # each backward pass would discard the gradients of earlier ones
+    # In ghost clipping each backward pass would discard the gradients of earlier ones.
+    if mode == "ghost" and case.shapes.accumulated > 1:
         return None
     if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
         return None
