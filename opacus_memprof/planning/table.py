@@ -267,13 +267,12 @@ def fill(
     """
     pending_runs = PendingRuns[tuple[int, int]](runs)
     pending = [0] * len(cells)
-    unfinished = set(range(len(cells)))
+    width = max(1, runs.workers // len(cells))  # the same whichever cell ends first, so that --resume finds all runs
 
     def start(index: int) -> None:
         cell = cells[index]
         values = [0] if not cell.runs else []
         if searched is not None:
-            width = max(1, runs.workers // len(unfinished))
             values = next_values(cell.points, searched.low, searched.high, width)
         for value in values:
             configuration = cell.configuration
@@ -281,8 +280,6 @@ def fill(
                 (index, value), configuration if searched is None else searched.apply(configuration, value)
             )
         pending[index] = len(values)
-        if not values:
-            unfinished.discard(index)
         on_round(len(values))
 
     for index in range(len(cells)):
@@ -295,7 +292,6 @@ def fill(
             cell.runs[value] = run
         except MemprofError as error:
             cell.error = cell.error or str(error)
-            unfinished.discard(index)
         if not pending[index] and not cell.error:
             start(index)
             if not pending[index] and searched is not None:

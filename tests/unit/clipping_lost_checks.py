@@ -150,7 +150,7 @@ def test_sums_with_tf32_of_norms_from_gradients(groups: int, ceiling: int, monke
     g, a, factors = torch.randn(4 * groups, 12, 200), torch.randn(4 * groups, 200, 40), torch.rand(4)
     parts = (g.double() @ a.double()).view(4, groups, 12, 40)
     exact = torch.einsum("n,ngij->gij", factors.double(), parts)
-    monkeypatch.setattr(sums, "uses_tf32", lambda _: True)
+    monkeypatch.setattr(sums, "uses_tf32", lambda *_: True)
     assert sums.sum_outer_products(g.mT, a, factors, Workspace(ceiling)) is None
     formed: list[torch.Tensor] = []
     product = torch.bmm
