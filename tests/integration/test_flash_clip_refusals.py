@@ -2,6 +2,7 @@
 """What flash_clip cannot clip exactly it refuses in a sentence, before any parameter has changed."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -330,8 +331,10 @@ def test_a_scaled_loss_is_refused_and_training_goes_on(unscales: bool) -> None:
     assert not torch.equal(parameters(module)["0.weight"], before["0.weight"])
 
 
-@pytest.mark.parametrize("generator", [None, torch.Generator()])
-def test_noise_that_repeats_is_refused_before_it_is_added(generator: torch.Generator | None) -> None:
+@pytest.mark.parametrize("steps_between", [0, 1, 3])
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_noise_that_repeats_is_refused_before_it_is_added(own_generator: bool, steps_between: int) -> None:
+    generator = torch.Generator() if own_generator else None
     module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=generator)
 
     def step(seed: int) -> None:
@@ -342,13 +345,58 @@ def test_noise_that_repeats_is_refused_before_it_is_added(generator: torch.Gener
         module(torch.ones(4, 9, dtype=torch.float64)).square().sum().backward()
         optimizer.step()
 
-    step(1)
-    step(2)
+    for seed in range(2 + steps_between):
+        step(seed)
     before = parameters(module)
-    with pytest.raises(MemprofError, match=r"same as in the step before.*noise_generator"):
-        step(2)
+    with pytest.raises(MemprofError, match=r"those of an earlier step.*noise_generator"):
+        step(1)
     assert_same(parameters(module), before)
-    step(3)
+    step(10)
     optimizer.noise_multiplier = 0.0
     for _ in range(2):
-        step(4)
+        step(11)
+
+
+def test_noise_from_further_on_in_the_same_numbers_is_refused() -> None:
+    """Dropout of a larger batch draws more numbers, so that the noise begins later in those of the same seed."""
+    model = torch.nn.Sequential(torch.nn.Linear(9, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 3)).double()
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", noise_generator=None)
+
+    def step(size: int) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(3)
+        module(torch.ones(size, 9, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    step(4)
+    with pytest.raises(MemprofError, match="those of an earlier step"):
+        step(6)
+
+
+def test_forwards_with_the_same_numbers_and_noise_with_others() -> None:
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=None)
+    torch.manual_seed(3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            output = module(torch.ones(4, 9, dtype=torch.float64))
+        output.square().sum().backward()
+        optimizer.step()
+
+
+def test_a_warning_that_is_an_error_ends_a_step_before_anything_changes() -> None:
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=None)
+    before, state = parameters(module), torch.get_rng_state()
+    module(torch.randn(400, 9, dtype=torch.float64, generator=torch.Generator())).square().sum().backward()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="a step has clipped 400 samples"):
+                optimizer.step()
+        assert_same(parameters(module), before)
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(parameter.grad is None for parameter in module.parameters())
+    with pytest.warns(UserWarning, match="a step has clipped 400 samples"):
+        optimizer.step()
+    assert not torch.equal(parameters(module)["0.weight"], before["0.weight"])

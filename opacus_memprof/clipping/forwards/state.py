@@ -43,6 +43,10 @@ class RandomState:
         numpy = sys.modules.get("numpy.random")
         return cls(torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.get_state())
 
+    def by_generator(self) -> dict[torch.Generator, torch.Tensor]:
+        """Returns the states of torch's default generators."""
+        return {torch.default_generator: self.cpu, **{torch.cuda.default_generators[i]: s for i, s in self.cuda}}
+
     def device_type(self) -> str:
         """Returns the type of the device whose generator is included in addition to the CPU's."""
         return "cuda" if self.cuda else "cpu"

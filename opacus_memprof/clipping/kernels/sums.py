@@ -8,7 +8,7 @@ The noise has the numbers that Opacus draws, without the zeros that it allocates
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -278,15 +278,33 @@ def draw_and_add(
         divide(batch, divisor)
 
 
+_SEED_BYTES = 8  # at the beginning of a generator's state
+
+
+def _hash(state: torch.Tensor) -> int:
+    return hash(state.numpy().tobytes())
+
+
 class GeneratorStates:
     """The states of random generators at one moment."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._states = {generator: generator.get_state() for generator in generators}
 
-    def hashes(self) -> dict[torch.Generator, int]:
-        """Returns a hash of each generator's state. Equal ones draw the same numbers."""
-        return {generator: hash(state.numpy().tobytes()) for generator, state in self._states.items()}
+    def hashes(self, earlier: Mapping[torch.Generator, torch.Tensor]) -> set[tuple[torch.Generator, int]]:
+        """Returns each generator with a hash of its state. Equal ones draw the same numbers.
+
+        Args:
+            earlier: states from which the generators may have come to these. Their hashes are returned, too, for the
+                generators that have the same seed still. The number of draws in between may differ from step to step,
+                as that of dropout for batches of different sizes.
+        """
+        found = {(generator, _hash(state)) for generator, state in self._states.items()}
+        for generator, state in self._states.items():
+            before = earlier.get(generator)
+            if before is not None and torch.equal(before[:_SEED_BYTES], state[:_SEED_BYTES]):
+                found.add((generator, _hash(before)))
+        return found
 
     def restore(self) -> None:
         """Sets the generators to these states."""

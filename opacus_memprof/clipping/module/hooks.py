@@ -125,6 +125,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         )
         self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
         self._call: Call | None = None
+        self._begun_with: RandomState | None = None
         self._allocated_before = 0
         self._attach()
         remember_owner(self, m.parameters())
@@ -167,6 +168,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             MemprofError: a gradient did not come through the outputs.
         """
         self._explained.check(self.trained)
+
+    def take_random_states(self) -> dict[torch.Generator, torch.Tensor]:
+        """Returns the states of torch's generators at the first forward since the last call of this method."""
+        random, self._begun_with = self._begun_with, None
+        return {} if random is None else random.by_generator()
 
     def forbid_grad_accumulation(self) -> None:
         self.bookkeeping.accumulation_allowed = False
@@ -287,6 +293,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not self.bookkeeping.is_captured:
             refuse_capture()
             call.random = RandomState.now(device_of(call.args, call.kwargs))
+            self._begun_with = self._begun_with or call.random
         error: MemprofError | None = None
         try:
             if self._proofs.joint is not None:

@@ -77,11 +77,11 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
             except MemprofError as raised:
                 refusal.add(raised)  # the other ranks learn of it in the step that is not skipped
             return
-        error: MemprofError | None = None
+        error: Exception | None = None
         try:
             refusal.pop()
             super()._prepare_step(skips)
-        except MemprofError as raised:
+        except (MemprofError, Warning) as raised:  # a program may turn warnings into errors
             error = raised
         ((fewest, most),) = self.agreement.settle(error, [0 if error else self.accumulated_iterations])
         if self.loss_reduction == "mean" and fewest < most:

@@ -64,11 +64,13 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
     def _prepare_step(self, skips: bool) -> None:
         for module in self._modules:
             module.reshard()  # a module that backward did not reach is still gathered and would miss the update
-        error: MemprofError | None = None
+        error: Exception | None = None
         try:
             self.bookkeeping.refusal.pop()
             self.bookkeeping.check_complete(self.params, self._names)
-        except MemprofError as raised:
+            if not skips:
+                self._check_number_of_samples()
+        except (MemprofError, Warning) as raised:  # a program may turn warnings into errors
             error = raised
         passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
         if passes[0] < passes[1] or skipping[0] < skipping[1]:

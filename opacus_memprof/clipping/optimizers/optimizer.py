@@ -20,10 +20,12 @@ from opacus_memprof.errors import MemprofError
 
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
+_MOST_STATES = 1 << 17  # of generators that are remembered, 100 bytes each
+
 _REPEATED_NOISE = (
-    "the noise of this step would be the same as in the step before, so that their difference shows gradients without "
-    "noise: do not call torch.manual_seed with the same seed in every step, in the model or in the training loop, or "
-    "give make_private a noise_generator."
+    "the random numbers of this step would be those of an earlier step, so that the difference of both steps shows "
+    "gradients without noise: do not call torch.manual_seed with a seed that an earlier step had, in the model or in "
+    "the training loop, or give make_private a noise_generator."
 )
 
 
@@ -71,7 +73,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._sum_check: SumCheck | None = None
         self._largest_sum: float | None = None
         self._has_warned = False
-        self._noised_from: dict[torch.Generator, int] = {}  # states of generators before the noise of the last step
+        self._noised_from: dict[tuple[torch.Generator, int], None] = {}  # states of generators in earlier steps
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -275,17 +277,19 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
         Raises:
             MemprofError: a norm is not finite, the clipped sum is larger than its samples allow, or the noise would be
-                that of the last step. All gradients are then dropped, and no parameter is changed. Also raised while a
-                CUDA graph is captured.
+                that of an earlier step. All gradients are then dropped, and no parameter is changed. Also raised while
+                a CUDA graph is captured.
             ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
         refuse_capture()
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
-        states = {} if skips else generators.hashes()
+        begun_with = {} if skips else self._module.take_random_states()
+        draws = not skips and self.noise_multiplier > 0 and any(map(self._gets_noise, self.params))
+        states = generators.hashes(begun_with) if draws else set()
         try:
-            if states.items() & self._noised_from.items():
+            if states & self._noised_from.keys():
                 self.bookkeeping.refusal.add(MemprofError(_REPEATED_NOISE))
             self._prepare_step(skips)
         except BaseException as error:
@@ -298,8 +302,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if skips:
             self._is_last_step_skipped = True
             return False
-        draws = self.noise_multiplier > 0 and any(map(self._gets_noise, self.params))
-        self._noised_from = states if draws else {}
+        self._noised_from |= dict.fromkeys(states)
+        while len(self._noised_from) > _MOST_STATES:
+            del self._noised_from[next(iter(self._noised_from))]
         self._module.certificate.count_step(
             self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
         )
@@ -326,29 +331,34 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             )
         if skips:
             self.clip_and_accumulate()
-        elif self._rounds_at_once():
+            self._check_norms()
+            return
+        self._check_number_of_samples()
+        if self._rounds_at_once():
             self.clip_and_add_noise()
         else:
             self.clip_and_accumulate()
             self.begin_sum_check()
             self.add_noise(self.grad_divisor())
         self._check_norms()  # last, so that the device has work while the host waits
-        if not skips:
-            self._check_number_of_samples()
-            self._check_sums()
+        self._check_sums()
 
     def _check_number_of_samples(self) -> None:
-        """Warns once if a step has far more samples than the loader draws, beyond what Poisson sampling explains."""
-        samples = self.bookkeeping.limit.samples
-        expected = (self.expected_batch_size or 0) * max(1, self.accumulated_iterations)
+        """Warns once if a step has far more samples than the loader draws, beyond what Poisson sampling explains.
+
+        Called before anything changes, because a program may turn warnings into errors.
+        """
+        own = [each.batch_size for each in self.bookkeeping.backward_passes()]
+        samples = self.bookkeeping.limit.samples + sum(own)
+        expected = (self.expected_batch_size or 0) * max(1, len(own))
         if expected and not self._has_warned and samples > expected + 10 * math.sqrt(expected) + 10:
-            self._has_warned = True
             warnings.warn(
                 f"a step has clipped {samples} samples, where make_private was told of {expected} on average: the "
                 "accountant's epsilon does not hold for it. Train on the loader that make_private returns. If the "
                 "first dimension of inputs is not the batch, make it so: positions have counted as samples.",
                 stacklevel=4,
             )
+            self._has_warned = True
 
     def _check_norms(self) -> None:
         self.bookkeeping.check_norms()
