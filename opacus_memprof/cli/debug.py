@@ -4,10 +4,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -173,28 +176,39 @@ _LEVELS: dict[Level, Callable[[_Request], dict[str, Any]]] = {
 }
 
 
-_RELEASE = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*==\s*(\S+)\s*")
+_NAME = r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*"
+_RELEASE = re.compile(_NAME + r"==\s*(\S+)\s*")
+_COMMIT = re.compile(_NAME + r"@\s*git\+([a-z]+://\S+)@([^\s@#]+)(#\S+)?\s*")
+
+
+class Candidate(NamedTuple):
+    """A release or a commit of a package: its name in reports, its directories' name, and what pip installs."""
+
+    name: str
+    directory: str
+    requirement: str
 
 
 class Found(NamedTuple):
-    """Two adjacent releases: the last one that is good, and the first one that is bad, with their profiles."""
+    """The last good candidate and the first bad one, with profiles, and the number of those left out between them."""
 
     good: str
     bad: str
     before: Profile
     after: Profile
+    left_out: int
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """A search between two releases.
+    """A search between two releases, or two commits, of a package.
 
     Attributes:
         program: the script and its arguments.
         gpu: the kind of virtual GPU.
-        limit: a release is bad if the peak grew by more, compared with that of the good release.
+        limit: a candidate is bad if the peak grew by more, compared with that of the good end.
         wheelhouse: a directory of wheels that pip installs from; None for pip's index.
-        directory: holds the environments and profiles. What is there is used again.
+        directory: holds environments, profiles and a copy of the repository. Environments are used again.
     """
 
     program: tuple[str, ...]
@@ -203,49 +217,57 @@ class Bisection:
     wheelhouse: Path | None
     directory: Path
 
-    def find(self, good: str, bad: str, tried: Callable[[str, bool], object]) -> Found:
-        """Returns the first bad release.
+    def find(self, good: str, bad: str, tried: Callable[[str, str], object]) -> Found:
+        """Returns the first bad candidate. Leaves out those between the ends that cannot be installed or run.
 
         Args:
-            good: a requirement such as `transformers==4.57`.
-            bad: a later release of the same package.
-            tried: is called with each release, and whether it is bad.
+            good: a requirement such as `transformers==4.57` or `transformers @ git+https://HOST/REPOSITORY@COMMIT`.
+            bad: a later release, or a later commit, of the same package.
+            tried: is called with each candidate, and "good", "bad" or why it is left out.
 
         Raises:
-            MemprofError: the two are not releases of one package in this order; pip knows them not, or cannot install
-                one; the program fails with one; or the later one needs no more memory.
+            MemprofError: the two are not releases or commits of one package in this order; pip or git does not know
+                one, or cannot install it; the program fails with one; or the later one needs no more memory.
         """
-        package, releases = self._between(good, bad)
-        profiles = {release: self._profile(package, release) for release in (releases[0], releases[-1])}
+        both_commits = all(_COMMIT.fullmatch(end) for end in (good, bad))
+        known = self._commits(good, bad) if both_commits else self._releases(good, bad)
+        first, last = known[0], known[-1]
+        profiles = {each: self._profile(each) for each in (first, last)}
 
-        def is_bad(release: str) -> bool:
-            profiles[release] = profiles.get(release) or self._profile(package, release)
-            answer = bool(exceeded_limits(diff_profiles(profiles[releases[0]], profiles[release]), self.limit))
-            tried(f"{package} {release}", answer)
+        def is_bad(each: Candidate) -> bool:
+            profiles[each] = profiles.get(each) or self._profile(each)
+            answer = bool(exceeded_limits(diff_profiles(profiles[first], profiles[each]), self.limit))
+            tried(each.name, "bad" if answer else "good")
             return answer
 
-        tried(f"{package} {releases[0]}", False)
-        if not is_bad(releases[-1]):
+        tried(first.name, "good")
+        if not is_bad(last):
             raise MemprofError(
                 f"{bad} needs no more memory than {good}, within {self.limit.text}: there is nothing to find"
             )
-        low, high = 0, len(releases) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_bad(releases[middle]) else (middle, high)
-        first, last = releases[low], releases[high]
-        return Found(f"{package} {first}", f"{package} {last}", profiles[first], profiles[last])
+        left = list(known)
+        while len(left) > 2:
+            middle = (len(left) - 1) // 2
+            try:
+                left = left[: middle + 1] if is_bad(left[middle]) else left[middle:]
+            except MemprofError as error:
+                tried(left.pop(middle).name, f"left out, because {error}")
+        before, after = left
+        between = known.index(after) - known.index(before) - 1
+        return Found(before.name, after.name, profiles[before], profiles[after], between)
 
-    def _between(self, good: str, bad: str) -> tuple[str, list[str]]:
-        """Returns the package and its releases from the good to the bad one."""
+    def _releases(self, good: str, bad: str) -> list[Candidate]:
         version: Any = require("packaging.version", "bisections").Version
         ends = [_RELEASE.fullmatch(end) for end in (good, bad)]
         if None in ends:
-            raise MemprofError(f"{good} and {bad} are not two releases: write PACKAGE==VERSION")
+            raise MemprofError(
+                f"{good} and {bad} are not two releases, or two commits: write PACKAGE==VERSION or "
+                "'PACKAGE @ git+URL@COMMIT' twice, where the URL of a directory is file:///DIRECTORY"
+            )
         (package, first), (other, last) = (end.groups() for end in ends if end is not None)
         if _canonical(package) != _canonical(other):
             raise MemprofError(f"{good} and {bad} are releases of different packages: give two of one")
-        known = self._releases(package)
+        known = self._known_releases(package)
         try:
             start, end = version(first), version(last)
         except ValueError as error:
@@ -255,10 +277,11 @@ class Bisection:
                 raise MemprofError(f"pip finds no {package} {asked}, only {', '.join(map(str, sorted(known)))}")
         if not start < end:
             raise MemprofError(f"{good} is not before {bad}: give the earlier release as --good")
-        steps = sorted(each for each in known if start <= each <= end)
-        return package, [str(each) for each in steps if each in (start, end) or not each.is_prerelease]
+        steps = [each for each in sorted(known) if start <= each <= end]
+        shown = [each for each in steps if each in (start, end) or not each.is_prerelease]
+        return [Candidate(f"{package} {each}", f"{package}-{each}", f"{package}=={each}") for each in shown]
 
-    def _releases(self, package: str) -> set[Any]:
+    def _known_releases(self, package: str) -> set[Any]:
         version: Any = require("packaging.version", "bisections").Version
         if self.wheelhouse is not None:
             names = [path.name.split("-") for path in self.wheelhouse.glob("*.whl")]
@@ -267,22 +290,54 @@ class Bisection:
         line = re.search(r"Available versions: (.*)", printed)
         return {version(each.strip()) for each in line[1].split(",")} if line else set()
 
-    def _profile(self, package: str, release: str) -> Profile:
-        environment, profile = (self.directory / kind / release for kind in ("environments", "profiles"))
+    def _commits(self, good: str, bad: str) -> list[Candidate]:
+        """Returns the good commit, and those after it up to the bad one, of merges the first parents only."""
+        (package, url, first, subdirectory), (other, other_url, last, _) = (
+            match.groups() for end in (good, bad) if (match := _COMMIT.fullmatch(end))
+        )
+        if (_canonical(package), url) != (_canonical(other), other_url):
+            raise MemprofError(f"{good} and {bad} are commits of different packages: give two of one")
+        if shutil.which("git") is None:
+            raise MemprofError("commits need git, which is not installed: install it, or give releases")
+        copy = self.directory / f"{re.sub(r'[^A-Za-z0-9]+', '-', url)}.git"
+        git = ["git", "--git-dir", str(copy)]
+        _run(["git", "init", "-q", "--bare", str(copy)], "git cannot make a copy")
+        _run([*git, "fetch", "-q", "--tags", url, "+refs/heads/*:refs/heads/*"], f"git cannot read {url}")
+        for end in (first, last):
+            _run([*git, "rev-parse", "--verify", "--end-of-options", f"{end}^{{commit}}"], f"{url} has no commit {end}")
+        _run([*git, "update-ref", "--no-deref", "HEAD", f"{last}^{{commit}}"], url)  # pip reads no copy without
+        log = [*git, "log", "--format=%H %h %s"]
+        after = _run([*log, "--reverse", "--first-parent", f"{first}..{last}"], url)
+        if not after or _run([*log, "-1", f"{last}..{first}"], url):
+            raise MemprofError(f"{bad} does not come after {good}: give the earlier commit as --good")
+        rows = [line.split(" ", 2) for line in (_run([*log, "-1", first], url) + after).splitlines()]
+        source = f"git+{copy.as_uri()}@"  # without the name, because pip 23 refuses it with file://
+        return [
+            Candidate(f"{package} {short} ({subject})", f"{package}-{commit}", f"{source}{commit}{subdirectory or ''}")
+            for commit, short, subject in rows
+        ]
+
+    def _profile(self, candidate: Candidate) -> Profile:
+        environment, profile = (self.directory / kind / candidate.directory for kind in ("environments", "profiles"))
         python = environment / "bin" / "python"
         if not (environment / "installed").exists():
             _run(
                 [sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)], "cannot make environments"
             )
             (site,) = environment.glob("lib/python*/site-packages")
-            here = [path for path in sys.path if os.path.isdir(path)]
-            (site / "this_environment.pth").write_text("\n".join(map(os.path.abspath, here)) + "\n", encoding="utf-8")
+            standard = re.escape(sysconfig.get_path("stdlib")) + "(/lib-dynload)?"  # which pip would hide from builds
+            here = [path for path in map(os.path.abspath, sys.path) if not re.fullmatch(standard, path)]
+            (site / "this_environment.pth").write_text("\n".join(here) + "\n", encoding="utf-8")
             offline = [] if self.wheelhouse is None else ["--no-index", "--find-links", str(self.wheelhouse)]
-            install = [str(python), "-m", "pip", "install", "-q", *offline, f"{package}=={release}"]
-            _run(install, f"pip cannot install {package} {release}")
+            install = [str(python), "-m", "pip", "install", "-q", *offline]
+            wanted, failed = candidate.requirement, f"pip cannot install {candidate.name}"
+            if wanted.startswith("git+"):  # for which pip takes an installed package of the same version
+                _run([*install, "--no-deps", "--force-reinstall", wanted], failed)
+                wanted = candidate.name.split()[0]  # for what it requires
+            _run([*install, wanted], failed)
             (environment / "installed").touch()
         run = ["run", "--virtual-gpu", self.gpu, "-o", str(profile), *self.program]
-        _run([str(python), "-m", "opacus_memprof", *run], f"the program fails with {package} {release}")
+        _run([str(python), "-m", "opacus_memprof", *run], f"the program fails with {candidate.name}")
         return load_profile(profile)
 
 
@@ -292,7 +347,8 @@ def _run(command: list[str], otherwise: str) -> str:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise MemprofError(f"{otherwise} ({next((line for line in lines if 'rror' in line), lines[-1]).strip()})")
+        errors = [line for line in lines if "rror" in line and "subprocess" not in line]  # pip's, which say nothing
+        raise MemprofError(f"{otherwise} ({[*errors, lines[-1]][0].strip(' │')})")
     return ran.stdout
 
 
@@ -325,7 +381,7 @@ def bisect(
     """Find the release of a package with which a training began to need more memory, and print what changed.
 
     Runs the script on a virtual GPU with half of the releases between, a quarter and so on, each in a virtual
-    environment that differs from this one by that release.
+    environment that differs from this one by that release. Likewise for commits: 'PACKAGE @ git+URL@COMMIT'.
     """
     from opacus_memprof.reports.diff import print_diff
 
@@ -334,9 +390,10 @@ def bisect(
     if wheelhouse is not None and not wheelhouse.is_dir():
         raise MemprofError(f"--wheelhouse: there is no directory {wheelhouse}")
     find_gpu(gpu)
-    program = (script, *(arguments or ()))
-    search = Bisection(program, gpu, GrowthLimit.parse(above), wheelhouse, output.absolute())
+    search = Bisection((script, *(arguments or ())), gpu, GrowthLimit.parse(above), wheelhouse, output.absolute())
     console = Console(highlight=False)
-    found = search.find(good, bad, lambda release, is_bad: console.print(f"{release}: {'bad' if is_bad else 'good'}"))
-    console.print(f"\n{found.bad} is the first release that needs more; what changed since {found.good}:\n")
+    say = partial(console.print, markup=False, soft_wrap=True)
+    found = search.find(good, bad, lambda name, verdict: say(f"{name}: {verdict}"))
+    or_before = f", or one of the {found.left_out} left out before it is" if found.left_out else ""
+    say(f"\n{found.bad} is the first that needs more{or_before}; what changed since {found.good}:\n")
     print_diff(diff_profiles(found.before, found.after), console)
