@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version of this package, and versions of other installed packages. Imports none of them."""
 
-import hashlib
-import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -24,6 +22,8 @@ _ALLOCATOR_HEADERS = ("core/Allocator.h", "core/CachingDeviceAllocator.h", "cuda
 
 def hash_allocator_headers(torch: Path) -> str:
     """Returns a hash of the headers that declare torch's allocators; empty if torch's folder has none of them."""
+    import hashlib
+
     headers = [file for name in _ALLOCATOR_HEADERS if (file := torch / "include" / "c10" / name).is_file()]
     content = b"".join(header.read_bytes() for header in headers)
     return hashlib.sha256(content).hexdigest() if content else ""
@@ -118,7 +118,9 @@ def why_torch_does_not_fit(build: Any, version: str, cuda: str | None, folder: P
 
 def installed_version(distribution: str) -> str | None:
     """Returns the version of a package; None if it is not installed."""
+    from importlib import metadata  # takes longer than the rest of this package's import
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None

@@ -12,23 +12,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import typer
 from rich.console import Console
 
-from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, exceeded_limits
-from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.cli.options import DeviceName, Token, VirtualGpuKind, VirtualGpuOptions, VirtualMemory, hide_token
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Dtype
-from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 from opacus_memprof.language import tr
 from opacus_memprof.profiles.files import write_text, writing
 from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.virtual_gpu.devices import find_gpu
+
+if TYPE_CHECKING:  # no other command needs it
+    from opacus_memprof.analysis.diff import GrowthLimit
 
 Level = Literal["model_only", "full", "custom", "comparison"]
 
@@ -84,6 +84,8 @@ def debug(
     # Without weights, because nobody would read their values.
     VirtualGpuOptions(virtual_gpu, virtual_memory, no_weights=virtual_gpu is not None).start()
     if model != "tiny":
+        from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
+
         use_cache_if_hub_unreachable()
     labels = {"pkg": pkg, "version": version, "knowledge_type": knowledge_type}
     results = _LEVELS[level](_Request(model, precision, labels, log_dir, token, device))
@@ -213,7 +215,7 @@ class Bisection:
 
     program: tuple[str, ...]
     gpu: str
-    limit: GrowthLimit
+    limit: "GrowthLimit"
     wheelhouse: Path | None
     directory: Path
 
@@ -229,6 +231,8 @@ class Bisection:
             MemprofError: the two are not releases or commits of one package in this order; pip or git does not know
                 one, or cannot install it; the program fails with one; or the later one needs no more memory.
         """
+        from opacus_memprof.analysis.diff import diff_profiles, exceeded_limits
+
         both_commits = all(_COMMIT.fullmatch(end) for end in (good, bad))
         known = self._commits(good, bad) if both_commits else self._releases(good, bad)
         first, last = known[0], known[-1]
@@ -318,6 +322,8 @@ class Bisection:
         ]
 
     def _profile(self, candidate: Candidate) -> Profile:
+        from opacus_memprof.analysis.profile import load_profile
+
         environment, profile = (self.directory / kind / candidate.directory for kind in ("environments", "profiles"))
         python = environment / "bin" / "python"
         if not (environment / "installed").exists():
@@ -383,6 +389,7 @@ def bisect(
     Runs the script on a virtual GPU with half of the releases between, a quarter and so on, each in a virtual
     environment that differs from this one by that release. Likewise for commits: 'PACKAGE @ git+URL@COMMIT'.
     """
+    from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles
     from opacus_memprof.reports.diff import print_diff
 
     if not Path(script).is_file():

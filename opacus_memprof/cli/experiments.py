@@ -25,7 +25,6 @@ from opacus_memprof.cli.options import (
     with_groups,
 )
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import MODES, Configuration, Mode
 from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.units import format_count
@@ -102,6 +101,8 @@ def experiment(
 
     Exits with 1 if the training failed. Running out of memory is a result, not a failure.
     """
+    from opacus_memprof.experiments import process
+
     chosen = training.configuration(default="transformer", mode=mode, nproc=nproc)
     result = process.run_to_file(output, chosen, token=training.token, on_line=print)
     from opacus_memprof.experiments.configuration import MethodCell

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof report`, `merge`, `mcp`, `diff` and `tax`: look at a profile or a job, and compare two."""
 
-import asyncio
 import inspect
 import subprocess
 import sys
@@ -232,6 +231,8 @@ def _declared(name: str) -> dict[str, Any]:
 
 def mcp() -> None:
     """Serve report, diff and plan to an assistant, by the Model Context Protocol on standard input and output."""
+    import asyncio  # no other command needs it
+
     types, stdio = require("mcp.types", "tools of assistants"), require("mcp.server.stdio", "tools of assistants")
     lowlevel = require("mcp.server.lowlevel", "tools of assistants")
 

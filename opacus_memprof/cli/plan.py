@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,35 +13,18 @@ from rich.table import Table
 
 from opacus_memprof.cli.options import EXECUTORS, with_groups
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.jobs.executors import executor_of
-from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.language import tr
-from opacus_memprof.planning import report
-from opacus_memprof.planning.configuration import (
-    PlannedConfiguration,
-    PlannedProgram,
-    Range,
-    parse_modes,
-    parse_search,
-    parse_settings,
-)
-from opacus_memprof.planning.draws import TOLERATED, assess_draws
-from opacus_memprof.planning.replay import Recording, Replay, read_recording, replay
-from opacus_memprof.planning.report import (
-    cell_content,
-    copy_profile,
-    draws_content,
-    smallest_content,
-    verdict_content,
-    write_plan,
-)
-from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import PlannedCell, fill, make_cells, smallest_gpus
-from opacus_memprof.planning.verdict import judge
 from opacus_memprof.profiles.directory import PLAN_DIRECTORY
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
 from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
+
+if TYPE_CHECKING:  # no other command needs them
+    from opacus_memprof.jobs.progress import ProgressBoard
+    from opacus_memprof.planning.configuration import PlannedConfiguration, Range
+    from opacus_memprof.planning.replay import Recording, Replay
+    from opacus_memprof.planning.runs import PlannedRuns
+    from opacus_memprof.planning.table import PlannedCell
 
 _DOES_NOT_FIT = 3  # exit code
 
@@ -117,6 +100,19 @@ def plan(
     Exits with 0 if it fits and with 3 if it does not. With --steps, also exits with 3 if it runs out of memory with a
     probability above 1e-6.
     """
+    from opacus_memprof.jobs.executors import executor_of
+    from opacus_memprof.jobs.progress import ProgressBoard
+    from opacus_memprof.planning.configuration import (
+        PlannedConfiguration,
+        PlannedProgram,
+        parse_modes,
+        parse_search,
+        parse_settings,
+    )
+    from opacus_memprof.planning.report import show_run
+    from opacus_memprof.planning.runs import open_runs
+    from opacus_memprof.planning.table import make_cells
+
     if not module and not Path(script).is_file():
         raise MemprofError(f"the script {script} {'is a directory' if Path(script).is_dir() else 'does not exist'}")
     asked = parse_search(search or ())
@@ -143,7 +139,7 @@ def plan(
     try:
         with (
             board,
-            open_runs(output, resume=resume, on_end=partial(report.show_run, board), executor=elsewhere) as runs,
+            open_runs(output, resume=resume, on_end=partial(show_run, board), executor=elsewhere) as runs,
         ):
             if runs.kept:
                 console.print(tr("{count} runs are there already", count=runs.kept), highlight=False)
@@ -161,55 +157,63 @@ def plan(
 
 
 def _judge(
-    runs: PlannedRuns,
-    configuration: PlannedConfiguration,
+    runs: "PlannedRuns",
+    configuration: "PlannedConfiguration",
     mode_argument: str | None,
     steps: int | None,
-    board: ProgressBoard,
+    board: "ProgressBoard",
     console: Console,
 ) -> bool:
+    from opacus_memprof.planning import report
+    from opacus_memprof.planning.draws import TOLERATED, assess_draws
+    from opacus_memprof.planning.verdict import judge
+
     board.add(1)
     verdict = judge(runs, configuration, mode_argument)
     board.stop()
-    profile = copy_profile(runs, verdict.run)
-    content: dict[str, Any] = {"verdict": verdict_content(verdict)}
+    profile = report.copy_profile(runs, verdict.run)
+    content: dict[str, Any] = {"verdict": report.verdict_content(verdict)}
     report.print_plan(verdict, console)
     report.print_doubts(profile["warnings"], console)
     fits = verdict.run.fits
     if steps is not None:
         draws = assess_draws(runs, configuration, verdict.run, steps, board.add)
-        content["draws"] = draws_content(draws)
+        content["draws"] = report.draws_content(draws)
         report.print_draws(draws, console)
         fits = draws.probability <= TOLERATED
-    write_plan(runs, configuration, **content)
+    report.write_plan(runs, configuration, **content)
     return fits
 
 
 def _compare(
-    runs: PlannedRuns,
-    base: PlannedConfiguration,
-    cells: list[PlannedCell],
-    searched: Range | None,
-    board: ProgressBoard,
+    runs: "PlannedRuns",
+    base: "PlannedConfiguration",
+    cells: "list[PlannedCell]",
+    searched: "Range | None",
+    board: "ProgressBoard",
     console: Console,
 ) -> bool:
+    from opacus_memprof.planning import report
+    from opacus_memprof.planning.table import fill, smallest_gpus
+
     fill(runs, cells, searched, board.add)
     board.stop()
     fitting = [cell for cell in cells if cell.answer is not None and cell.answer.fits]
     chosen = (fitting or [cell for cell in cells if cell.answer is not None])[0].answer
     assert chosen is not None
-    profile = copy_profile(runs, chosen)
+    profile = report.copy_profile(runs, chosen)
     search = (
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
-    smallest = [] if len(_kinds_of(cells)) == 1 else [smallest_content(*each) for each in smallest_gpus(cells)]
-    write_plan(runs, base, search=search, cells=[cell_content(cell) for cell in cells], smallest_gpus=smallest)
+    smallest = [] if len(_kinds_of(cells)) == 1 else [report.smallest_content(*each) for each in smallest_gpus(cells)]
+    content = [report.cell_content(cell) for cell in cells]
+    report.write_plan(runs, base, search=search, cells=content, smallest_gpus=smallest)
     report.print_cells(cells, searched, console)
     report.print_doubts(profile["warnings"], console)
     return bool(fitting)
 
 
-def _kinds_of(cells: Sequence[PlannedCell]) -> set[str]:
+def _kinds_of(cells: "Sequence[PlannedCell]") -> set[str]:
     return {cell.configuration.gpu for cell in cells}
 
 
@@ -252,6 +256,8 @@ def replay_command(
     Exits with 0 if it fits with at least one of the settings, otherwise with 3.
     """
     from opacus_memprof.analysis.torch_snapshot import profile_of
+    from opacus_memprof.planning.configuration import parse_settings
+    from opacus_memprof.planning.replay import read_recording, replay
 
     tried = ["", *(parse_settings(settings) if settings is not None else ())]
     recording = read_recording(profile_of(directory), gpu, None if memory is None else parse_size(memory))
@@ -261,10 +267,12 @@ def replay_command(
         raise typer.Exit(_DOES_NOT_FIT)
 
 
-def _print_replays(recording: Recording, replays: Sequence[Replay], console: Console) -> None:
+def _print_replays(recording: "Recording", replays: "Sequence[Replay]", console: Console) -> None:
+    from opacus_memprof.planning.report import gpu_name
+
     first = replays[0]
     console.print(
-        f"{recording.directory} on {report.gpu_name(recording.gpu, recording.memory)}, of which it may reserve "
+        f"{recording.directory} on {gpu_name(recording.gpu, recording.memory)}, of which it may reserve "
         f"{format_bytes(first.may_reserve)}",
         highlight=False,
         markup=False,
