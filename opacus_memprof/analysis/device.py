@@ -11,6 +11,7 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, add_parts, name_at_failure
 from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak, Snapshot
 from opacus_memprof.profiles.profile import (
+    PROOF,
     Block,
     Device,
     DeviceSnapshot,
@@ -119,6 +120,62 @@ def build_device_from_counters(
         reserved_peak=live.reserved_peak,
     )
     return device, warnings
+
+
+def set_proofs_apart(device: Device, proofs: Sequence[tuple[int, int]], start_unix_ns: int) -> None:
+    """Gives instants inside of proofs of flash_clip the phase "proof", of which a step has none but the first few.
+
+    The peak of a phase that was inside of a proof is then that of its highest remaining step, or row of the timeline.
+
+    Args:
+        device: an entry of profile.json; changed.
+        proofs: from analysis.events.find_proofs.
+        start_unix_ns: when recording began.
+    """
+
+    def is_inside(event: int | None) -> bool:
+        return event is not None and any(first <= event < end for first, end in proofs)
+
+    if not proofs:
+        return
+    timeline = device.timeline
+    timeline.phase = [
+        PROOF if is_inside(event) else phase for event, phase in zip(timeline.event, timeline.phase, strict=True)
+    ]
+    instants: list[Peak | StepPeak | DeviceSnapshot | FailedAllocation]
+    instants = [device.peak, *device.steps, *device.snapshots, *device.out_of_memory]
+    for instant in instants:
+        if is_inside(instant.event):
+            instant.phase = PROOF
+    proved = {phase: peak for phase, peak in device.phases.items() if is_inside(peak.event)}
+    if not proved:
+        return
+    rows = [
+        (timeline.phase[row], _phase_peak(timeline, row, start_unix_ns))
+        for row in range(len(timeline.event))
+        if timeline.phase[row] in proved
+    ]
+    steps = [
+        (step.phase, PhasePeak(**{key: step[key] for key in PhasePeak.__struct_fields__})) for step in device.steps
+    ]
+    highest = max(proved.values(), key=lambda peak: peak.peak_bytes)
+    for phase in proved:
+        others = [peak for of, peak in [*steps, *rows] if of == phase]
+        device.phases.pop(phase)
+        if others:
+            device.phases[phase] = max(others, key=lambda peak: peak.peak_bytes)
+    device.phases[PROOF] = highest
+
+
+def _phase_peak(timeline: Timeline, row: int, start_unix_ns: int) -> PhasePeak:
+    return PhasePeak(
+        peak_bytes=timeline.bytes[row],
+        event=timeline.event[row],
+        unix_ns=start_unix_ns + timeline.time_ns[row],
+        step=timeline.step[row],
+        logical_step=timeline.logical_step[row],
+        categories={name: sizes[row] for name, sizes in timeline.categories.items() if sizes[row]},
+    )
 
 
 def _when(instant: Replayed, start: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Events are read in chunks, because a file may be larger than memory.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import META
 from opacus_memprof.profiles.meta import read_meta
+from opacus_memprof.profiles.profile import PROOF_OP
 
 Rows = npt.NDArray[np.void]
 
@@ -64,6 +66,28 @@ class Events:
             core.for_event_rows(str(self._path), on_chunk)
         except RuntimeError as error:
             raise MemprofError(f"there are no readable events in {self._path}: {error}") from error
+
+
+def find_proofs(events: Events) -> list[tuple[int, int]]:
+    """Returns the proofs of flash_clip, each as its first event and the one behind it; nothing without an event of one.
+
+    A proof ends where its thread enters another phase, or another part of the same one.
+    """
+    op = events.names.find_op(PROOF_OP)
+    spans: list[tuple[int, int]] = []
+    begun: dict[int, int] = {}  # by thread: the first event of a proof that has not ended
+
+    def find(rows: Rows) -> None:
+        for row in rows[(rows["op"] == op) | (rows["kind"] == PHASE)]:
+            event, thread = int(row["event"]), int(row["thread"])
+            if row["kind"] != PHASE:
+                begun.setdefault(thread, event)
+            elif thread in begun:
+                spans.append((begun.pop(thread), event))
+
+    if op is not None:
+        events.for_each_chunk(find)
+    return [*spans, *((first, sys.maxsize) for first in begun.values())]
 
 
 def encode_names(ids: npt.NDArray[Any], name: Callable[[int], str]) -> tuple[npt.NDArray[np.int32], list[str]]:

@@ -198,8 +198,7 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
     for device, entry in run.devices.items():
         peak = entry.peak
         live = {module: categories.get("per_sample_gradients", 0) for module, categories in peak.modules.items()}
-        of_proof = peak.ops.get("flash_clip", {}).get("per_sample_gradients", 0)
-        size = peak.categories.get("per_sample_gradients", 0) - of_proof
+        size = peak.categories.get("per_sample_gradients", 0)
         if peak.phase in ("forward", "idle") and run.is_material(device, size):
             yield Finding(
                 "per_sample_gradients_in_forward",

@@ -48,6 +48,10 @@ class Names:
     def op(self, id: int) -> str:
         return _name(self._ops, id, "op")
 
+    def find_op(self, name: str) -> int | None:
+        """Returns the id of an op; None if the profile has none of that name."""
+        return self._ops.index(name) if name in self._ops else None
+
     def is_line(self, id: int) -> bool:
         """Returns whether the op stands for lines of the user's own code, `innermost < its caller < ...`."""
         return id < len(self._lines) and self._lines[id] != ""

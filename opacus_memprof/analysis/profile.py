@@ -14,7 +14,14 @@ import msgspec
 
 from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.defects import find
-from opacus_memprof.analysis.device import Replayed, build_device, build_device_from_counters, build_timeline
+from opacus_memprof.analysis.device import (
+    Replayed,
+    build_device,
+    build_device_from_counters,
+    build_timeline,
+    set_proofs_apart,
+)
+from opacus_memprof.analysis.events import Events, find_proofs
 from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import find_improvements
@@ -77,7 +84,7 @@ def build_profile(
     snapshots = _read_snapshots(path / SNAPSHOTS)
     messages = [*warnings, *_file_warnings(replayed, meta)]
     component_of = Components(components, names.components)
-    devices = {}
+    devices, proofs = {}, find_proofs(Events(path))
     by_name = {names.device(device["id"]): device for device in replayed["devices"]}
     for name, device in by_name.items():
         live = None if peaks is None else peaks.get(name)
@@ -85,6 +92,7 @@ def build_profile(
             name, device, header, names, component_of, live, meta.reserved_peaks.get(name), snapshots, missing
         )
         messages += device_warnings
+        set_proofs_apart(devices[name], proofs, header["start_unix_ns"])
         if shapes is not None:
             devices[name].improvements = find_improvements(name, devices[name], device, names, shapes)
     for name, live in (peaks or {}).items() if missing else ():

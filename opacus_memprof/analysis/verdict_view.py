@@ -17,7 +17,7 @@ from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PRIVATE
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange, needs_edit
 from opacus_memprof.profiles.privacy_check import CheckedSpan, ModelCheck, read_privacy_check
-from opacus_memprof.profiles.profile import Device, Improvement, Peak
+from opacus_memprof.profiles.profile import PROOF, Device, Improvement, Peak
 from opacus_memprof.profiles.units import column_format, format_bytes, format_count, format_moment, format_share
 
 _MOST_FIXES = 3
@@ -89,10 +89,10 @@ def device_verdict(name: str, device: Device) -> VerdictView:
         where = f"before the first training step, on {name}"
     reserved = _describe_reserved(device)
     lines = [("LARGEST RESERVED", reserved)] if reserved else []
+    lines += _without_proof(device)
     lines += _cost_of_privacy(peak)
     gradients = peak.categories.get("per_sample_gradients", 0)
-    is_flash_clip = "flash_clip" in peak.ops  # whose proof forms some
-    if not device.improvements and not is_flash_clip and gradients > _MATERIAL * peak.requested_bytes:
+    if not device.improvements and peak.phase != PROOF and gradients > _MATERIAL * peak.requested_bytes:
         less = f'up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip"'
         lines.append(("COULD BE", f"{less}, which forms no per-sample gradients"))
     improvements = device.improvements[:_MOST_FIXES]
@@ -148,6 +148,15 @@ def _describe_reserved(device: Device) -> str:
         return ""
     then = (reserved.phase, reserved.step) == (peak.phase, peak.step)
     return format_bytes(reserved.bytes) + ("" if then else f" in {format_moment(reserved.phase, reserved.step)}")
+
+
+def _without_proof(device: Device) -> list[tuple[str, str]]:
+    """Returns a line with the peak of the training itself, if the device's peak is in a proof of flash_clip."""
+    others = [(row.peak_bytes, phase, row.step) for phase, row in device.phases.items() if phase != PROOF]
+    if device.peak.phase != PROOF or not others:
+        return []
+    size, phase, step = max(others)
+    return [("WITHOUT THE PROOF", f"{format_bytes(size)} in {format_moment(phase, step)}")]
 
 
 def _cost_of_privacy(peak: Peak) -> list[tuple[str, str]]:

@@ -20,7 +20,6 @@ from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS
 from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.experiment_result import (
-    PROOF,
     AllocatorPeak,
     BestSuggestion,
     DataSource,
@@ -33,7 +32,7 @@ from opacus_memprof.profiles.experiment_result import (
     StageSnapshot,
 )
 from opacus_memprof.profiles.files import read_object
-from opacus_memprof.profiles.profile import Device, DeviceSnapshot, Profile, Timeline
+from opacus_memprof.profiles.profile import PROOF, PROOF_OP, Device, DeviceSnapshot, Profile, Timeline
 from opacus_memprof.profiles.units import format_count
 from opacus_memprof.session import outcome
 from opacus_memprof.versions import VERSION, installed_version
@@ -297,7 +296,7 @@ def find_phase_edges(directory: Path) -> PhaseEdges:
     edges: list[tuple[int, int, int, str]] = []
 
     def update(rows: Rows) -> None:
-        ids = [id for id in np.unique(rows["op"]).tolist() if events.names.op(id) == "flash_clip"]
+        ids = [id for id in np.unique(rows["op"]).tolist() if events.names.op(id) == PROOF_OP]
         proves = np.isin(rows["op"], ids)
         changes = np.diff((rows["step"].astype(np.int64) * 256 + rows["phase"]) * 2 + proves, prepend=-1)
         for row, is_proof in zip(rows[changes != 0], proves[changes != 0], strict=True):

@@ -9,13 +9,14 @@ from typing import Any
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.hooks.vocabulary import FORWARD, TEMP_MATRICES
+from opacus_memprof.profiles.profile import PROOF_OP
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook
 
 _OP = native.op_id("flash_clip")
 _TAG = native.Tag(category=TEMP_MATRICES, op=_OP)
-_PROOF = native.Tag(phase=FORWARD, op=_OP)
+_PROOF = native.Tag(phase=FORWARD, op=native.op_id(PROOF_OP))
 _COPIES = native.Tag(category=native.category_id("inputs"), op=_OP)
 # A layer's input. Autograd releases it right after the layer's backward; then only flash_clip holds it.
 _CATEGORIES = {
@@ -35,6 +36,7 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     attachment.observe("opacus_memprof.clipping.proof.probe:Probe._choose_ways", _observe_trial)
     for name in ("prove", "recheck"):
         attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)
+    attachment.observe("opacus_memprof.clipping.module.calls:ExplainedSteps.check", _observe_comparison)
     attachment.observe("opacus_memprof.clipping.proof.explanation:copied", _observe_copies)
     attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
 
@@ -58,6 +60,16 @@ def _observe_proof(_: Any, *arguments: Any) -> CallHook:
     native.tag_inputs((arguments, {}))
     with _PROOF:
         yield
+
+
+def _observe_comparison(_: Any, *__: Any) -> CallHook:
+    """Observes the comparison of a step's gradients with plain autograd's, which repeats forwards inside the step."""
+    previous_phase = native.set_phase(FORWARD)
+    try:
+        with _PROOF:
+            yield
+    finally:
+        native.set_phase(previous_phase)
 
 
 def _observe_copies(*_: Any) -> CallHook:

@@ -110,9 +110,6 @@ class RunTimeline(Timeline, omit_defaults=True):
     categories: dict[str, list[int]] = {}
 
 
-PROOF = "proof"
-
-
 class PhaseEdges(JsonObject, omit_defaults=True):
     """Columns of equal length: the events at which the program's phase changes, and the phase from there on.
 

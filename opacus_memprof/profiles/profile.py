@@ -15,6 +15,8 @@ from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.units import format_bytes
 
 Sizes = dict[str, int]  # bytes by category
+PROOF = "proof"  # the phase of the parts of a step in which flash_clip proves its rules
+PROOF_OP = "flash_clip_proof"  # the op of events in it
 Groups = dict[str, Sizes]  # sizes by module, phase, op …
 
 

@@ -116,7 +116,8 @@ def format_moment(phase: str, step: int | str, logical_step: int | None = None) 
     The logical step is omitted if it is the same number.
     """
     logical = "" if logical_step is None or logical_step == step else f" (logical step {logical_step})"
-    return f"{'idle time' if phase == 'idle' else phase.replace('_', ' ')} of step {step}{logical}"
+    named = {"idle": "idle time", "proof": "flash_clip's proof"}.get(phase, phase.replace("_", " "))
+    return f"{named} of step {step}{logical}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

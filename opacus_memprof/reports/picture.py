@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
-from opacus_memprof.profiles.profile import Device, EventGap, FailedAllocation, Peak, Timeline
+from opacus_memprof.profiles.profile import PROOF, Device, EventGap, FailedAllocation, Peak, Timeline
 from opacus_memprof.profiles.units import format_bytes, format_moment, shorten_name
 from opacus_memprof.reports.figures import (
     THEMES,
@@ -69,8 +69,9 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
     with saved_figure(file, theme, _SIZE) as figure:
         grid = figure.add_gridspec(4, 2, height_ratios=(20, 1.5, 8 + len(modules), 8 + len(components)))
         timeline = figure.add_subplot(grid[0, :])
-        timeline.set_title(f"Requested memory of {view.title}, event by event")
-        rows = _visible_timeline(view.device.timeline, gaps)
+        shown, note = _without_first_proof(view.device)
+        timeline.set_title(f"Requested memory of {view.title}, event by event{note}")
+        rows = _visible_timeline(shown, gaps)
         _draw_timeline(timeline, view.device, rows, gaps, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
         places: list[tuple[Any, str, Sequence[Part]]] = [
@@ -86,6 +87,23 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
             stacked_bars(axes, names, [part.categories for part in parts])
             bars.append(axes)
         legend(figure, timeline, *bars)
+
+
+def _without_first_proof(device: Device) -> tuple[Timeline, str]:
+    """Returns the timeline from the end of flash_clip's proof in the first step on, unless the peak is in a proof.
+
+    The second value says what is left out. Otherwise the proof would fill most of a short run's picture.
+    """
+    timeline = device.timeline
+    proved = [row for row, phase in enumerate(timeline.phase) if phase == PROOF]
+    of_first = [row for row in proved if timeline.step[row] == timeline.step[proved[0]]]
+    first = of_first[-1] + 1 if of_first else 0
+    if not first or device.peak.phase == PROOF or first == len(timeline.event):
+        return timeline, ""
+    columns = {name: column[first:] for name, column in timeline.items() if name != "categories"}
+    categories = {name: column[first:] for name, column in timeline.categories.items()}
+    highest = format_bytes(max(timeline.bytes[row] for row in of_first))
+    return Timeline(**columns, categories=categories), f", from flash_clip's proof (up to {highest}) on"
 
 
 def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:

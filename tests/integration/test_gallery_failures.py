@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.verdict_view import device_verdict
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.units import format_bytes
 from tests.gallery.failures import BATCH, CLASSES, GALLERY, Report, private, train, trained_beside_the_optimizer
 from tests.integration.planted_findings import kinds, profiled
 
@@ -62,9 +63,11 @@ class Adapter(nn.Module):
         return x @ self.weight.T + x @ self.down.T @ self.up.T
 
 
-def accumulating(model: nn.Module, mode: str = "hooks", *, batches: int = 1, manager: bool = False) -> None:
+def accumulating(
+    model: nn.Module, mode: str = "hooks", *, batches: int = 1, manager: bool = False, **options: str
+) -> None:
     """Trains on 64 samples in batches of BATCH, with a step after `batches` of them, or with BatchMemoryManager."""
-    made, optimizer, loader, _ = private(model, torch.randn(64, 256), mode)
+    made, optimizer, loader, _ = private(model, torch.randn(64, 256), mode, **options)
     if manager:
         loader = DataLoader(loader.dataset, batch_size=64)
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=BATCH, optimizer=optimizer) as parts:
@@ -102,10 +105,23 @@ def test_the_frozen_part_of_a_module_is_predicted(tmp_path: Path) -> None:
 
 def test_a_proof_causes_no_advice(tmp_path: Path) -> None:
     """flash_clip's proof in the first step forms per-sample gradients, which are no waste of the program."""
-    profile = profiled(tmp_path, lambda session: accumulating(wide(), "flash_clip"))
+    profile = profiled(tmp_path / "proved", lambda session: accumulating(wide(), "flash_clip"))
     assert not kinds(profile) & {"per_sample_gradients_in_forward", "copied_per_sample_gradients"}
     (verdict,) = (device_verdict(name, device) for name, device in profile["devices"].items())
     assert "COULD BE" not in dict(verdict.lines)
+
+
+def test_the_peak_of_a_proof_is_told_apart_from_that_of_the_training(tmp_path: Path) -> None:
+    profile = profiled(tmp_path / "proved", lambda session: accumulating(wide(), "flash_clip"))
+    unproved = profiled(tmp_path / "plain", lambda session: accumulating(wide(), "flash_clip", check="off"))
+    device, plain = profile["devices"]["cpu"], unproved["devices"]["cpu"]["peak"]
+    assert device["peak"]["phase"] == "proof"
+    assert device["phases"]["proof"]["peak_bytes"] == device["peak"]["requested_bytes"] > plain["requested_bytes"]
+    others = [row["peak_bytes"] for phase, row in device["phases"].items() if phase != "proof"]
+    assert max(others) == pytest.approx(plain["requested_bytes"], rel=0.03)  # with a copy of the batch
+    verdict = device_verdict("cpu", device)
+    assert "flash_clip's proof of step 0" in verdict.where
+    assert dict(verdict.lines)["WITHOUT THE PROOF"].startswith(format_bytes(max(others)))
 
 
 def test_a_killed_run_gets_no_remedy_that_its_events_do_not_support(tmp_path: Path) -> None:

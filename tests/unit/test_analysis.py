@@ -58,6 +58,28 @@ def live_peak(
     return {"cuda:0": peak}
 
 
+def test_a_proof_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    """It takes 900 bytes in a forward of its own, the forward after it 100 and the backward 200."""
+    file = EventFile()
+    file.add("alloc", 0x1000, 1000, "model_parameters", phase="setup")
+    file.add("phase", phase="forward")
+    file.add("alloc", 0x2000, 600, "forward_undecided", phase="forward", op="flash_clip_proof")
+    file.add("alloc", 0x3000, 300, "backward_temporaries", phase="backward")  # by a thread of autograd
+    file.add("free", 0x3000, 300, "backward_temporaries", phase="backward")
+    file.add("free", 0x2000, 600, "forward_undecided", phase="forward", op="flash_clip_proof")
+    file.add("phase", phase="forward")
+    file.add("alloc", 0x4000, 100, "forward_undecided", phase="forward")
+    file.add("alloc", 0x5000, 100, "backward_temporaries", phase="backward")
+    file.add("step", size=1, step=1)
+    device = built(file, tmp_path)["devices"]["cuda:0"]
+    assert (device["peak"]["phase"], device["peak"]["requested_bytes"]) == ("proof", 1900)
+    assert device["steps"][0]["phase"] == "proof"
+    peaks = {phase: row["peak_bytes"] for phase, row in device["phases"].items()}
+    assert (peaks["proof"], peaks["forward"], peaks["backward"]) == (1900, 1100, 1200)
+    assert sum(device["phases"]["backward"]["categories"].values()) == 1200
+    assert device["timeline"]["phase"][2:6] == ["proof"] * 4
+
+
 def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
     profile = built(a_step(), tmp_path)
     peak = profile["devices"]["cuda:0"]["peak"]

@@ -16,7 +16,8 @@ import numpy as np
 
 from opacus_memprof.experiments.figures.bars import headline
 from opacus_memprof.experiments.rows import SET_UP, Row
-from opacus_memprof.profiles.experiment_result import PROOF, ExperimentResult
+from opacus_memprof.profiles.experiment_result import ExperimentResult
+from opacus_memprof.profiles.profile import PROOF
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
     THEMES,

@@ -37,8 +37,16 @@ function readTimeline(encoded) {
     step: accumulated(encoded.step),
     logicalStep: accumulated(encoded.logical_step),
     phaseOf: (row) => encoded.phases[phase[row]],
+    endOfFirstProof: endOfFirstProof(phase.map((index) => encoded.phases[index]), accumulated(encoded.step)),
     categories: [...COLORS.keys()].filter((name) => sizes.has(name)).map((name) => ({ name, sizes: sizes.get(name) })),
   };
+}
+
+/** The row behind flash_clip's proof in the first step that has one; 0 without one, or if nothing follows it. */
+function endOfFirstProof(phases, steps) {
+  const step = steps[phases.indexOf("proof")];
+  const last = phases.findLastIndex((phase, row) => phase === "proof" && steps[row] === step);
+  return last + 1 < phases.length ? last + 1 : 0;
 }
 
 /** How many events are missing before the event with this number. */

@@ -5,6 +5,8 @@ const TIMELINE_HELP =
   "Drag to zoom in, Shift+drag or the small picture to move, double-click to see all. Ctrl+wheel zooms. " +
   "Keys: ← → cursor, Shift+← → move, + − zoom, P peak, 0 all.";
 
+const PROOF_HINT = "It begins behind flash_clip's proof in the first step; All shows the proof, too.";
+
 /** A chart for one device: {card, draw(), showStep(step)}; null where nothing was recorded. */
 function timelineCard({ profile, device }) {
   const timeline = readTimeline(device.timeline);
@@ -13,10 +15,12 @@ function timelineCard({ profile, device }) {
   const view = new TimelineWindow(timeline, ends, profile.events.gaps);
   const { unit, from, to } = readAddress();
   if (unit === "time") view.measure(unit);
+  const proofEnd = device.peak.phase === "proof" ? 0 : timeline.endOfFirstProof;
   if (Number(to) > Number(from)) view.show(Number(from), Number(to));
+  else if (proofEnd) view.show(view.at[proofEnd], view.last);
   const chart = new TimelineChart(view, device);
   const shown = resolution(profile.events, device.timeline.events_a_row);
-  const caption = element("p", { class: "caption" }, peakSentence(device), " ", shown);
+  const caption = element("p", { class: "caption" }, peakSentence(device), " ", shown, proofEnd ? ` ${PROOF_HINT}` : "");
   const content = [chart.toolbar, chart.frame, chart.overview, chart.legend, caption, chart.help, chart.table.details];
   return {
     card: card("timeline", "Memory over time", ...content, chart.live),
