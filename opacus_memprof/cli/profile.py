@@ -12,7 +12,7 @@ from rich.text import Text
 
 from opacus_memprof.cli.options import DeviceName, VirtualGpuOptions, with_groups
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, claim
+from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, check_address, claim
 from opacus_memprof.running.environment import Level, examine, reads_only
 from opacus_memprof.running.program import Program
 from opacus_memprof.running.recording import ProgramRecording
@@ -35,6 +35,10 @@ def run(
     max_events: Annotated[
         int, typer.Option(min=1, max=MOST_EVENTS, metavar="N", help="Maximum number of recorded events, 32 bytes each.")
     ] = DEFAULT_MAX_EVENTS,
+    gather: Annotated[
+        str | None,
+        typer.Option(metavar="URL", show_default=False, help="Copy each rank's profile here at the end; see merge."),
+    ] = None,
     virtual: VirtualGpuOptions,
 ) -> None:
     """Run a training script like python, and record where its memory goes.
@@ -45,7 +49,9 @@ def run(
     program = Program(script, arguments or [], module=module)
     if virtual.start() and device == "auto":
         device = "cuda"
-    ProgramRecording(claim(output), device, max_events).record(program)
+    if gather is not None:
+        check_address(gather)
+    ProgramRecording(claim(output), device, max_events, gather).record(program)
 
 
 def top(

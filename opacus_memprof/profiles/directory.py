@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,8 @@ def gather(sources: Sequence[str], target: str) -> None:
     """Copies the ranks' profiles from machines without a common disk into one directory.
 
     Args:
-        sources: directories of jobs, or their addresses, such as `s3://bucket/job`, that fsspec can read.
+        sources: directories of jobs, or their addresses, such as `s3://bucket/job`, that fsspec can read. What is in
+            `target` already stays there.
         target: a directory, or an address that fsspec can write. Ranks that it has are replaced.
 
     Raises:
@@ -177,33 +178,75 @@ def gather(sources: Sequence[str], target: str) -> None:
     to, folder = _file_system(target)
     for source in sources:
         of, path = _file_system(source)
-        try:
+        with _copying(f"the ranks of {source}", target):
             entries = of.ls(path, detail=False) if of.isdir(path) else []
             ranks = [entry for entry in entries if RANK_DIRECTORY.fullmatch(os.path.basename(entry.rstrip("/")))]
-            for rank in ranks:
-                copy = f"{folder}/{os.path.basename(rank.rstrip('/'))}"
-                if to.exists(copy):
-                    to.rm(copy, recursive=True)
-                to.makedirs(copy, exist_ok=True)
-                for file in of.ls(rank, detail=False):
-                    if of.isfile(file) and os.path.basename(file) != LOCK:
-                        with of.open(file, "rb") as read, to.open(f"{copy}/{os.path.basename(file)}", "wb") as written:
-                            shutil.copyfileobj(read, written)
-        except Exception as error:  # of any file system, with classes of its own
-            why = f"{type(error).__name__}: {error}"
-            raise MemprofError(f"cannot copy the ranks of {source} to {target} ({why}): correct the address") from error
+            if of != to or os.path.realpath(path) != os.path.realpath(folder):
+                for rank in ranks:
+                    _copy_rank(of, rank.rstrip("/"), to, folder)
         if not ranks:
             raise MemprofError(f"{source} holds no rank of a job: give the directory that holds rank_0, rank_1 …")
 
 
+def copy_rank(rank: Path, target: str) -> None:
+    """Copies the profile of one rank to an address that fsspec can write, from which `gather` takes it.
+
+    Raises:
+        MemprofError: fsspec or a package that it needs is missing, or something cannot be read or written.
+    """
+    to, folder = _file_system(target)
+    of, path = _file_system(str(rank))
+    with _copying(str(rank), target):
+        _copy_rank(of, path, to, folder)
+
+
+def check_address(address: str) -> None:
+    """Raises MemprofError if fsspec, or a package that it needs for the address, is missing. Opens no connection.
+
+    Raises:
+        MemprofError: see above.
+    """
+    with _opening(address):
+        from fsspec.core import get_filesystem_class, split_protocol
+
+        get_filesystem_class(split_protocol(address)[0])
+
+
+def _copy_rank(of: Any, rank: str, to: Any, folder: str) -> None:
+    copy = f"{folder}/{os.path.basename(rank)}"
+    if to.exists(copy):
+        to.rm(copy, recursive=True)
+    to.makedirs(copy, exist_ok=True)
+    # The summary last: without it, a copy that was interrupted counts as the profile of a killed rank.
+    for file in sorted(of.ls(rank, detail=False), key=lambda file: os.path.basename(file) == PROFILE):
+        if of.isfile(file) and os.path.basename(file) != LOCK:
+            with of.open(file, "rb") as read, to.open(f"{copy}/{os.path.basename(file)}", "wb") as written:
+                shutil.copyfileobj(read, written)
+
+
+@contextlib.contextmanager
+def _copying(what: str, target: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any file system, with classes of its own
+        why = f"{type(error).__name__}: {error}"
+        raise MemprofError(f"cannot copy {what} to {target} ({why}): correct the address") from error
+
+
+@contextlib.contextmanager
+def _opening(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise MemprofError(f"{address} cannot be opened ({error}): install what it needs, or correct it") from error
+
+
 def _file_system(address: str) -> tuple[Any, str]:
     """Returns fsspec's file system for an address or a local path, and the path in it."""
-    try:
+    with _opening(address):
         from fsspec.core import url_to_fs
 
         system, path = url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise MemprofError(f"{address} cannot be opened ({error}): install what it needs, or correct it") from error
     return system, path.rstrip("/")
 
 

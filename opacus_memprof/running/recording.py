@@ -22,7 +22,7 @@ from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import tr_sentence
-from opacus_memprof.profiles.directory import ProfileDirectory
+from opacus_memprof.profiles.directory import RANK_DIRECTORY, ProfileDirectory, copy_rank, rank_directories
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.startup import AfterImport
@@ -42,12 +42,14 @@ class ProgramRecording:
         directory: the directory of the profile.
         device: "auto", "cuda" or "cpu".
         max_events: see `opacus_memprof.profile`.
+        address: where fsspec copies the profile of each rank at the end, if given.
     """
 
-    def __init__(self, directory: ProfileDirectory, device: str, max_events: int) -> None:
+    def __init__(self, directory: ProfileDirectory, device: str, max_events: int, address: str | None = None) -> None:
         self._directory = directory
         self._device = device
         self._max_events = max_events
+        self._address = address
         self._session: Session | None = None
         self._torch_imported = False
         self._start_error: MemprofError | None = None  # why the session could not start
@@ -228,6 +230,7 @@ class ProgramRecording:
             _print_note(str(error))
         else:
             self._print_result(self._session, profile)
+            self._copy(self._session.directory)
 
     def _leave_to_ranks(self, session: "Session") -> None:
         """Prints the summary of the ranks that this process has started, and leaves no profile of its own."""
@@ -243,6 +246,22 @@ class ProgramRecording:
             return _print_note(str(error))
         _print_summary(print_summary, view)
         _print_note(f"the profiles of all ranks are in {session.directory}")
+        for rank in rank_directories(session.directory).values():
+            self._copy(rank)
+
+    def _copy(self, profile: Path) -> None:
+        """Copies the profile of a rank to the address of `run --gather`. Without success it stays where it is."""
+        if self._address is None:
+            return
+        if not RANK_DIRECTORY.fullmatch(profile.name):
+            return _print_note(f"one process has no ranks: nothing was copied to {self._address}")
+        try:
+            copy_rank(profile, self._address)
+        except MemprofError as error:
+            _print_note(f"{error}, and copy it by `opacus-memprof merge {profile.parent} -o {self._address}`")
+        else:
+            if profile.name == "rank_0":
+                _print_note(f"ranks are copied to {self._address}: `opacus-memprof merge {self._address}` shows all")
 
     def _print_result(self, session: "Session", profile: Profile) -> None:
         """Prints the summary. With several ranks, the last one to end prints the summary of all."""

@@ -15,7 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opacus_memprof.cli import app
+from opacus_memprof.errors import MemprofError
+from tests import warm_python
 from tests.integration.scripts.train_ranks import BATCH, CLASSES, FEATURES, WIDTH
+from tests.warm_python import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(Path(__file__).parent / "scripts" / "train_ranks.py")
@@ -150,3 +153,36 @@ def test_the_runs_are_the_same(tmp_path: Path) -> None:
         assert losses(plain) == losses(profiled)
         assert len(losses(plain)) == 3 * len(WAYS)
     profiles(tmp_path / "out")
+
+
+@pytest.mark.parametrize("address", ["file://{}/bucket", "file:///dev/null/bucket"])
+def test_ranks_without_a_common_disk_are_gathered(address: str, tmp_path: Path) -> None:
+    """Each process has a directory of its own, as on a machine of its own. What cannot be copied stays there."""
+    train, address = tmp_path / "train.py", address.format(tmp_path)
+    train.write_text("import torch\nmodel = torch.nn.Linear(64, 64)\nmodel(torch.ones(8, 64)).sum().backward()\n")
+    for rank in (0, 1):
+        (tmp_path / f"machine_{rank}").mkdir()
+        done = subprocess.run(
+            [*interpreter(), *RUN, "out", "--gather", address, str(train)],
+            cwd=tmp_path / f"machine_{rank}",
+            env=warm_python.ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        own = tmp_path / f"machine_{rank}" / "out"
+        assert json.loads((own / f"rank_{rank}/profile.json").read_text())["status"] == "finished"
+        if "null" in address:
+            assert f"cannot copy {own}/rank_{rank} to {address} (NotADirectoryError: " in done.stderr
+            assert f"copy it by `opacus-memprof merge {own} -o {address}`" in done.stderr
+        else:
+            assert ("`opacus-memprof merge" in done.stderr) == (rank == 0)
+    if "null" not in address:
+        result = CliRunner().invoke(app, ["merge", address, "-o", str(tmp_path / "merged")])
+        assert "2 ranks, finished" in result.output
+
+
+def test_what_cannot_be_gathered_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(MemprofError, match=r"quaint://a cannot be opened \(Protocol not known: quaint\): install what"):
+        CliRunner().invoke(app, ["run", "--gather", "quaint://a", str(tmp_path / "train.py")], catch_exceptions=False)

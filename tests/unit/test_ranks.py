@@ -20,7 +20,7 @@ from opacus_memprof.analysis.job_view import view_job
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language
-from opacus_memprof.profiles.directory import ProfileDirectory, claim, gather, rank_directories
+from opacus_memprof.profiles.directory import ProfileDirectory, claim, copy_rank, gather, rank_directories
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.launch import Launch
@@ -315,8 +315,14 @@ def test_ranks_are_gathered_from_machines_without_a_common_disk(tmp_path: Path) 
     assert json.loads((tmp_path / "merged" / "ranks.json").read_text()) == json.loads(to_json(whole))
     assert not (tmp_path / "merged" / "rank_3" / ".lock").exists()
 
+    for rank in range(4):  # as each rank does at its end
+        copy_rank(tmp_path / "ab"[rank // 2] / f"rank_{rank}", f"{address}/again")
+    assert merge(f"{address}/again", "-o", str(tmp_path / "again")).output == result.output.replace("merged", "again")
+
     merged = merge(str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "at_once"))
     assert merged.output == result.output.replace("merged", "at_once")
+    (tmp_path / "link").symlink_to(tmp_path / "merged")
+    assert merge(str(tmp_path / "link"), "-o", str(tmp_path / "merged")).output == result.output  # nothing is removed
 
 
 @pytest.mark.parametrize(
