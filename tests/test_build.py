@@ -3,6 +3,9 @@
 
 The environment is a new one that sees this one's packages through a path file, which is how it has torch. Needs a
 package index for setuptools and the other build requirements.
+
+Compilers only read here what they would compile, which fails where a header is not packed, and then take the object
+that this environment's own build has made of the same sources, where it has.
 """
 
 import os
@@ -17,19 +20,37 @@ from pathlib import Path
 import pytest
 import torch
 
+from opacus_memprof import _build_info
+
 ROOT = Path(__file__).parents[1]
+OBJECTS = ROOT / "build" / f"torch-{torch.__version__}-{'cuda' if _build_info.HAS_CUDA else 'cpu'}"
+COMPILER = """#!/bin/sh
+for word; do
+    [ "$last" = -o ] && out=/$word
+    last=$word
+done
+object=${{out#*/build/*/}}
+case $object in temp.*) object=objects/${{object#*/}};; esac
+if [ -f "{objects}/$object" ] && [ -z "$(find {sources} -newer "{objects}/$object" | head -n 1)" ]; then
+    {real} "$@" -E && exec cp "{objects}/$object" "${{out#/}}"
+else
+    exec {real} "$@"
+fi
+"""
 
 pytestmark = pytest.mark.slow
 
 
+# The path file must be all that leads to this environment.
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPACUS_MEMPROF_CUDA", "CXX")}
+
+
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """What a command that must succeed prints."""
-    # The path file must be all that leads to this environment.
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPACUS_MEMPROF_CUDA")}
     ran = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=clean | environment,
+        env=CLEAN | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,6 +73,17 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PATH with compilers that do not compile twice what this environment's build has compiled."""
+    folder = tmp_path_factory.mktemp("compilers")
+    for name in ("c++", "g++", "cc", "gcc"):
+        sources = f"{ROOT / 'csrc'} {ROOT / 'build_backend'}"
+        (folder / name).write_text(COMPILER.format(objects=OBJECTS, sources=sources, real=shutil.which(name)))
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment that has torch."""
     home = tmp_path_factory.mktemp("environment")
@@ -62,20 +94,26 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installation(tree: Path, python: Path) -> str:
+def installation(tree: Path, python: Path, compilers: str) -> str:
     """What pip says while it builds and installs from a source distribution, isolated as is its default."""
     script = "import opacus_memprof_build as backend; print(backend.build_sdist('dist'))"
     run(sys.executable, "-c", script, cwd=tree, PYTHONPATH=str(tree / "build_backend"))
     (archive,) = (tree / "dist").iterdir()
-    return run(python, "-m", "pip", "install", "--no-cache-dir", "-v", archive, cwd=tree.parent)
+    return run(python, "-m", "pip", "install", "--no-cache-dir", "-v", archive, cwd=tree.parent, PATH=compilers)
 
 
-def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, tmp_path: Path) -> None:
+def environment_without_torch(home: Path) -> tuple[Path, list[str | Path]]:
+    """The Python of a new environment, and this environment's pip for it."""
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    return python, [sys.executable, "-m", "pip", "--python", python]
+
+
+def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, compilers: str, tmp_path: Path) -> None:
     """OPACUS_MEMPROF_READER=1, in an environment of its own that has no torch and gets none."""
-    venv.create(tmp_path / "environment", symlinks=True, with_pip=True)
-    python = tmp_path / "environment" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", tree, cwd=tmp_path, OPACUS_MEMPROF_READER="1")
-    assert "torch" not in run(python, "-m", "pip", "list", cwd=tmp_path)
+    python, pip = environment_without_torch(tmp_path / "environment")
+    run(*pip, "install", "-q", tree, cwd=tmp_path, OPACUS_MEMPROF_READER="1", PATH=compilers)
+    assert "torch" not in run(*pip, "list", cwd=tmp_path)
     reported = run(python, "-m", "opacus_memprof", "report", ROOT / "tests" / "data" / "format_1_hooks", cwd=tmp_path)
     assert "per_sample_gradients" in reported
     assert "read profiles here" in run(python, "-m", "opacus_memprof", "doctor", cwd=tmp_path)
@@ -85,9 +123,8 @@ def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, tmp_pat
 
 def test_a_source_distribution_needs_no_torch(tree: Path, tmp_path: Path) -> None:
     """Made by an isolated build in an environment of its own; building from it there says what is missing."""
-    venv.create(tmp_path / "environment", symlinks=True, with_pip=True)
-    python = tmp_path / "environment" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "build", cwd=tmp_path)
+    python, pip = environment_without_torch(tmp_path / "environment")
+    run(*pip, "install", "-q", "build", "pip", cwd=tmp_path)
     run(python, "-m", "build", "--sdist", "--outdir", tmp_path / "dist", tree, cwd=tmp_path)
     (archive,) = (tmp_path / "dist").iterdir()
     for command in (["-m", "pip", "install", archive], ["-m", "build", "--wheel", tree]):
