@@ -28,8 +28,10 @@ ESCAPED = "opacus_memprof.escaped"  # how to encode what an encoding does not ha
 _BARS = re.compile("[\u2580-\u259f]")  # block elements
 _SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->"})  # noqa: RUF001
 _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-9][0-9.]*(?: [KMGT]?i?B)?"}
+_SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
+_BETWEEN_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z])")
 
 _of_process: str | None = None
 _of_block: ContextVar[str | None] = ContextVar("language", default=None)
@@ -44,22 +46,37 @@ def tr(message: str, /, **values: object) -> str:
 def tr_sentence(sentence: str, least_words: int = 0) -> str:
     """Returns a finished English sentence in the current language, with the parts of it that are messages, too.
 
-    In the catalogue such messages have the context "sentence", and names for what varies.
+    In the catalogue such messages have the context "sentence", and names for what varies. A paragraph is translated as
+    a whole if the catalogue has it, otherwise sentence by sentence.
 
     Args:
-        sentence: the sentence.
+        sentence: the sentence, or paragraph.
         least_words: messages with names and fewer words of their own are not used: they are parts of sentences.
     """
     exact, patterns = _sentences(current_language())
     if sentence in exact:
         return exact[sentence]
-    for pattern, translation, words in patterns:
-        if words >= least_words and (found := pattern.fullmatch(sentence)):
-            parts = found.groupdict().items()
-            return translation.format(
-                **{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts}
-            )
-    return sentence
+    found = (
+        (match, translation)
+        for pattern, translation, words in patterns
+        if words >= least_words and (match := pattern.fullmatch(sentence))
+    )
+    spanning = None  # a name stands for the end of one sentence and the beginning of the next
+    for match, translation in found:
+        if not any(map(_BETWEEN_SENTENCES.search, match.groups())):
+            return _filled(translation, match)
+        spanning = spanning or (match, translation)
+    if len(sentences := _BETWEEN_SENTENCES.split(sentence)) > 1:
+        translated = [tr_sentence(each, least_words) for each in sentences]
+        if translated[0] != sentences[0] and translated[-1] != sentences[-1]:
+            return " ".join(translated).replace("。 ", "。")
+    return sentence if spanning is None else _filled(spanning[1], spanning[0])
+
+
+def _filled(translation: str, found: re.Match[str]) -> str:
+    """Returns a translation with the parts of the sentence that its names stand for."""
+    parts = found.groupdict().items()
+    return translation.format(**{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts})
 
 
 def page_labels() -> dict[str, str]:
@@ -143,7 +160,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end]
     text = _BARS.sub("#", text).translate(_SIGNS)
-    if not text.isascii():
+    if not text.isascii() and error.encoding != "utf-8":  # which has all but surrogates, as in some file names
         _say_escaped(error.encoding)
     return text.encode("ascii", "backslashreplace").decode(), error.end
 

@@ -14,7 +14,7 @@ from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import doctor, run, top
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.language import current_language, tr_sentence
+from opacus_memprof.language import ESCAPED, current_language, tr_sentence
 from opacus_memprof.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
@@ -63,9 +63,9 @@ def options(
     ] = False,
 ) -> None:
     """Show where the memory of DP-SGD training goes."""
-    # Text that is not Unicode, such as in some file names, is escaped; but the output of a script stays its own.
+    # Text that the output's encoding does not have is escaped; but the output of a script stays its own.
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors=ESCAPED)
 
 
 def main() -> None:

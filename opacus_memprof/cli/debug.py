@@ -21,7 +21,7 @@ from rich.console import Console
 from opacus_memprof.cli.options import DeviceName, Token, VirtualGpuKind, VirtualGpuOptions, VirtualMemory, hide_token
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Dtype
-from opacus_memprof.language import tr
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.files import write_text, writing
 from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.profile import Profile
@@ -400,7 +400,9 @@ def bisect(
     search = Bisection((script, *(arguments or ())), gpu, GrowthLimit.parse(above), wheelhouse, output.absolute())
     console = Console(highlight=False)
     say = partial(console.print, markup=False, soft_wrap=True)
-    found = search.find(good, bad, lambda name, verdict: say(f"{name}: {verdict}"))
-    or_before = f", or one of the {found.left_out} left out before it is" if found.left_out else ""
-    say(f"\n{found.bad} is the first that needs more{or_before}; what changed since {found.good}:\n")
+    found = search.find(good, bad, lambda name, verdict: say(f"{name}: {tr_sentence(verdict)}"))
+    first = tr("{bad} is the first that needs more", bad=found.bad)
+    if found.left_out:
+        first += tr(", or one of the {count} left out before it is", count=found.left_out)
+    say("\n" + tr("{first}; what changed since {good}:", first=first, good=found.good) + "\n")
     print_diff(diff_profiles(found.before, found.after), console)

@@ -236,9 +236,8 @@ def single_gpu(
     Default model: meta-llama/Llama-3.2-3B-Instruct.
     """
     if lora_rank is not None and not use_lora:
-        print(
-            f"opacus-memprof: --lora-rank {lora_rank} has no effect: add --use-lora to train adapters", file=sys.stderr
-        )
+        said = tr("--lora-rank {rank} has no effect: add --use-lora to train adapters", rank=lora_rank)
+        print(f"opacus-memprof: {said}", file=sys.stderr)
     base = training.classification(
         SINGLE_GPU_MODEL,
         seq_length=seq_length,
@@ -256,16 +255,36 @@ def single_gpu(
 
 def _described(chosen: Configuration, *, sizes: bool) -> str:
     """Returns the description of a configuration; without `sizes`, the common settings of several configurations."""
-    weights = "" if chosen.pretrained else " (random weights)"
-    lines = [f"model {chosen.model}{weights}, mode {chosen.mode}, {chosen.dtype}, device {chosen.device}"]
+    lines = [
+        tr(
+            "model {model}{weights}, mode {mode}, {dtype}, device {device}",
+            model=chosen.model,
+            weights="" if chosen.pretrained else tr(" (random weights)"),
+            mode=chosen.mode,
+            dtype=chosen.dtype,
+            device=chosen.device,
+        )
+    ]
     if sizes:
-        trained = "all parameters" if chosen.lora_rank is None else f"LoRA adapters of rank {chosen.lora_rank}"
+        adapters = tr("LoRA adapters of rank {rank}", rank=chosen.lora_rank)
         lines.append(
-            f"sequence length {chosen.seq_length}, batch {chosen.batch_size}, physical batch "
-            f"{chosen.physical_batch_size}, training {trained}"
+            tr(
+                "sequence length {tokens}, batch {batch}, physical batch {physical}, training {trained}",
+                tokens=chosen.seq_length,
+                batch=chosen.batch_size,
+                physical=chosen.physical_batch_size,
+                trained=tr("all parameters") if chosen.lora_rank is None else adapters,
+            )
         )
     private = "" if chosen.mode == "vanilla" else f", sigma {chosen.sigma:g}, max_grad_norm {chosen.max_grad_norm:g}"
-    lines.append(f"learning rate {chosen.learning_rate:g}{private}, {chosen.num_steps} steps")
+    lines.append(
+        tr(
+            "learning rate {rate:g}{private}, {steps} steps",
+            rate=chosen.learning_rate,
+            private=private,
+            steps=chosen.num_steps,
+        )
+    )
     return "\n".join(lines)
 
 
@@ -323,11 +342,9 @@ def _run(
             on_line=print if len(cells) == 1 else lambda line: None,
         )
     except KeyboardInterrupt:
-        print(
-            f"opacus-memprof: stopped; the same command with --results-dir {shlex.quote(str(results_dir))} --resume "
-            "continues",
-            file=sys.stderr,
-        )
+        directory = shlex.quote(str(results_dir))
+        said = tr("stopped; the same command with --results-dir {directory} --resume continues", directory=directory)
+        print(f"opacus-memprof: {said}", file=sys.stderr)
         raise
     print(terminal_summary(rows, results_dir))
     for reason in dict.fromkeys(row.result.data.reason for row in rows if row.result.data):

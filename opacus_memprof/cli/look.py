@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.difference import Diff
 from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, PLAN, RANKS, gather
 from opacus_memprof.profiles.json_object import JsonObject, read_json_object
@@ -104,7 +105,7 @@ def report(
 
         console.print()
         for path in export(view, wanted):
-            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print(tr("wrote {path}", path=path), highlight=False, markup=False, soft_wrap=True)
 
 
 def merge(
@@ -128,7 +129,7 @@ def merge(
 
     gather(sources, output)
     if "://" in output:
-        typer.echo(f"copied the ranks of {', '.join(sources)} to {output}")
+        typer.echo(tr("copied the ranks of {sources} to {output}", sources=", ".join(sources), output=output))
         return
     summary = load_ranks(output)
     write_text(Path(output, RANKS), to_json(summary))

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from opacus_memprof.cli.options import EXECUTORS, with_groups
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.language import tr
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.directory import PLAN_DIRECTORY
 from opacus_memprof.profiles.plan import SearchedArgument
 from opacus_memprof.profiles.units import format_bytes, parse_size
@@ -135,7 +135,7 @@ def plan(
         raise MemprofError("--steps is for one configuration: leave --search and --modes out, and name one GPU")
     elsewhere = None if executor == "local" else executor_of(executor)
     console = Console()
-    board = ProgressBoard(console, "runs", transient=True, open_ended=True)
+    board = ProgressBoard(console, tr("runs"), transient=True, open_ended=True)
     try:
         with (
             board,
@@ -268,40 +268,40 @@ def replay_command(
 
 
 def _print_replays(recording: "Recording", replays: "Sequence[Replay]", console: Console) -> None:
-    from opacus_memprof.planning.report import gpu_name
+    from opacus_memprof.planning.report import gpu_name, place
 
     first = replays[0]
-    console.print(
-        f"{recording.directory} on {gpu_name(recording.gpu, recording.memory)}, of which it may reserve "
-        f"{format_bytes(first.may_reserve)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    room = tr(
+        "{directory} on {gpu}, of which it may reserve {size}",
+        directory=recording.directory,
+        gpu=tr_sentence(gpu_name(recording.gpu, recording.memory)),
+        size=format_bytes(first.may_reserve),
     )
-    console.print(f"it requests {format_bytes(max(result.requested for result in replays))} at most\n", highlight=False)
+    console.print(room, highlight=False, markup=False, soft_wrap=True)
+    most = format_bytes(max(result.requested for result in replays))
+    console.print(tr("it requests {size} at most", size=most) + "\n", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("settings", "fits", "reserves", "to spare"):
+    for column in (tr("settings"), tr("fits"), tr("reserves"), tr("to spare")):
         table.add_column(column, overflow="fold")
     for result in replays:
         spare = None if result.needed is None else result.may_reserve - result.needed
-        needed = "unknown" if result.needed is None else format_bytes(result.needed)
+        needed = tr("unknown") if result.needed is None else format_bytes(result.needed)
         lacking = "" if spare is None else format_bytes(spare) if result.fits else f"-{format_bytes(max(-spare, 0))}"
         color = "green" if result.fits else "red"
-        table.add_row(result.settings or "(defaults)", f"[{color}]{'yes' if result.fits else 'no'}[/]", needed, lacking)
+        fits = tr("yes") if result.fits else tr("no")
+        table.add_row(result.settings or tr("(defaults)"), f"[{color}]{fits}[/]", needed, lacking)
     console.print(table)
     for result in replays:
         if result.failed is not None:
-            module = f" of {result.failed['module']}" if result.failed["module"] else ""
-            console.print(
-                f"{result.settings or '(defaults)'}: memory runs out in step {result.failed['step']}, at "
-                f"{format_bytes(result.failed['bytes'])} for {result.failed['category'].replace('_', ' ')}{module} in "
-                f"{result.failed['phase'].replace('_', ' ')}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+            where = place(result.failed["category"], result.failed["module"], result.failed["phase"])
+            failed = tr(
+                "{settings}: memory runs out in step {step}, at {size} for {place}",
+                settings=result.settings or tr("(defaults)"),
+                step=result.failed["step"],
+                size=format_bytes(result.failed["bytes"]),
+                place=tr_sentence(where),
             )
+            console.print(failed, highlight=False, markup=False, soft_wrap=True)
     if recording.status != "finished":
-        console.print(
-            f"The run is {recording.status.replace('_', ' ')}: what would have followed is not known.",
-            highlight=False,
-        )
+        status = tr(recording.status.replace("_", " "))
+        console.print(tr("The run is {status}: what would have followed is not known.", status=status), highlight=False)

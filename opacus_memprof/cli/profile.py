@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from opacus_memprof.cli.options import DeviceName, VirtualGpuOptions, with_groups
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, check_address, claim
+from opacus_memprof.profiles.units import format_count
 from opacus_memprof.running.environment import Level, examine, reads_only
 from opacus_memprof.running.program import Program
 from opacus_memprof.running.recording import ProgramRecording
@@ -113,18 +116,24 @@ def doctor(
         return
     checks = examine()
     console = Console(highlight=False)
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        line = Text.assemble((f"{check.level:<8}", _COLORS[check.level]), f"{check.name:<{width}}  {check.found}")
+    names = [tr_sentence(check.name) for check in checks]
+    width = max(map(cell_len, names))
+    for check, name in zip(checks, names, strict=True):
+        level = set_cell_size(tr(check.level), 8)
+        line = Text.assemble((level, _COLORS[check.level]), f"{set_cell_size(name, width)}  {tr_sentence(check.found)}")
         if check.remedy:
-            line.append(f"\n{'':{8 + width}}  → {check.remedy}", "bold")
+            line.append(f"\n{'':{8 + width}}  → {tr_sentence(check.remedy)}", "bold")
         console.print(line, soft_wrap=True)  # lines are not wrapped, so that commands can be copied
     problems = sum(check.level == "problem" for check in checks)
     if problems:
-        console.print(f"\nopacus-memprof cannot profile here: {problems} problem{'s' * (problems > 1)}, see above.")
+        counted = tr_sentence(format_count(problems, "problem"))
+        console.print("\n" + tr("opacus-memprof cannot profile here: {problems}, see above.", problems=counted))
         raise typer.Exit(1)
-    ability = "read profiles here, and record none" if reads_only() else "profile here"
-    console.print(f"\nopacus-memprof can {ability}.")
+    can_read, can_profile = (
+        "opacus-memprof can read profiles here, and record none.",
+        "opacus-memprof can profile here.",
+    )
+    console.print("\n" + tr_sentence(can_read if reads_only() else can_profile))
 
 
 def _check_script(script: bool, target: str | None, arguments: list[str]) -> None:

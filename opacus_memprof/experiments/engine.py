@@ -256,8 +256,10 @@ def _run_missing(directory: ResultsDirectory, preset: Preset, launcher: Launcher
         said = tr("{kept} of {all} configurations have a result already", kept=kept, all=len(directory.names))
         console.print(said, highlight=False)
     if cells:  # an empty bar would wait for its first result
-        at_once = f", {launcher.workers} at once" if launcher.workers > 1 else ""
-        board = ProgressBoard(console, f"configurations{at_once}", len(cells))
+        what = tr("configurations")
+        if launcher.workers > 1:
+            what = tr("configurations, {count} at once", count=launcher.workers)
+        board = ProgressBoard(console, what, len(cells))
         with board, closing(launcher.run(cells)) as results:
             for cell, result in results:
                 # The other cells share the error of the first. Later cells may have layers that their mode cannot

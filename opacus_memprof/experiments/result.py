@@ -2,6 +2,7 @@
 """Builds the result of one run, whose keys docs/experiments.md describes. Sizes in MB are of 2**20 bytes."""
 
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import PROGRESS
+from opacus_memprof.language import encodable, tr, tr_sentence
 from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.experiment_result import (
     AllocatorPeak,
@@ -64,11 +66,11 @@ class ProgressLog:
     def begin(self, stage: str) -> None:
         """Begins a stage, such as "loading the model"."""
         self.stage = stage
-        print(f"{PROGRESS}{stage}", flush=True)
+        self._say(tr(stage))
 
     def detail(self, message: str) -> None:
         """Prints a detail of the current stage."""
-        print(f"{PROGRESS}  {message}", flush=True)
+        self._say(f"  {message}")
 
     def step_ended(self, seconds: float, configuration: Configuration) -> None:
         """Counts a step of the optimizer, and keeps its time unless it is a step of the warm-up."""
@@ -76,8 +78,13 @@ class ProgressLog:
         if self.steps_completed > configuration.warmup_steps:
             self.step_seconds.append(seconds)
         total = configuration.warmup_steps + configuration.num_steps
-        time = f", the last in {seconds * 1000:.1f} ms" if configuration.virtual_gpu is None else ""
-        print(f"{PROGRESS}{self.steps_completed} of {format_count(total, 'step')}{time}", flush=True)
+        time = tr(", the last in {time:.1f} ms", time=seconds * 1000) if configuration.virtual_gpu is None else ""
+        steps = tr_sentence(format_count(total, "step"))
+        self._say(tr("{ended} of {steps}", ended=self.steps_completed, steps=steps) + time)
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(encodable(f"{PROGRESS}{line}", sys.stdout.encoding), flush=True)
 
 
 def build_result(

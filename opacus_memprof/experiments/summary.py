@@ -2,11 +2,12 @@
 """The summary of results as text, and as a LaTeX table. MB are 2**20 bytes, as in the JSON."""
 
 import re
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+
+from rich.cells import cell_len, set_cell_size
 
 from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, Configuration, shape_of
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
@@ -16,6 +17,7 @@ from opacus_memprof.profiles.profile import Finding, virtual_gpu_of
 from opacus_memprof.profiles.units import MEGABYTE_NOTE, format_bytes, megabytes
 from opacus_memprof.reports.summary import fold_modules
 from opacus_memprof.reports.tables import escape_latex
+from opacus_memprof.reports.text import wrap
 
 _WIDE, _NARROW = 104, 80
 _MAX_BREAKDOWNS = 6  # with more runs, a terminal shows only the breakdown of the largest
@@ -53,7 +55,7 @@ def terminal_summary(rows: Sequence[Row], directory: Path) -> str:
 def _build_text(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
     vanilla = find_vanilla(rows)
     lines = [*_overview(rows), "", *_component_table(rows), *_growth(rows), *_findings(rows), *_failures(rows, root)]
-    lines += ["COMPONENT-LEVEL BREAKDOWN:", ""]
+    lines += [tr("COMPONENT-LEVEL BREAKDOWN:"), ""]
     for row in shown:
         lines += [f"{row.label}:", "-" * _NARROW, *_breakdown(row, vanilla), *_components(row), *_stages(row), ""]
     return "\n".join([*lines, *_environment_lines(rows)]) + "\n"
@@ -61,9 +63,10 @@ def _build_text(rows: Sequence[Row], shown: Sequence[Row], root: str) -> str:
 
 def _overview(rows: Sequence[Row]) -> list[str]:
     wide = max(30, *(len(row.label) + 2 for row in rows))
-    lines = ["=" * _WIDE, "SUMMARY", "=" * _WIDE, ""]
-    heading = "Method" if rows[0].label.startswith(LABELS[rows[0].mode]) else "Configuration"
-    lines.append(f"{heading:<{wide}}{'Peak Memory (MB)':>20}{'Avg Time (ms)':>22}{'Memory/Time':>20}")
+    lines = ["=" * _WIDE, tr("SUMMARY"), "=" * _WIDE, ""]
+    heading = tr("Method") if rows[0].label.startswith(LABELS[rows[0].mode]) else tr("Configuration")
+    columns = (tr("Peak Memory (MB)"), 20), (tr("Avg Time (ms)"), 22), (tr("Memory/Time"), 20)
+    lines.append(set_cell_size(heading, wide) + "".join(_right(name, width) for name, width in columns))
     lines.append("-" * _WIDE)
     for row in rows:
         peak = f"{row.total_bytes / MB:.2f}" if row.total_bytes else "-"
@@ -71,9 +74,14 @@ def _overview(rows: Sequence[Row]) -> list[str]:
             times = f"{row.step_ms:>22.2f}{_ratio(row.total_bytes / MB / row.step_ms):>20}"
         else:
             # A virtual GPU measures no time.
-            times = f"{'not measured' if row.finished else row.outcome:>22}{'-':>20}"
+            times = f"{_right(tr('not measured') if row.finished else tr(row.outcome), 22)}{'-':>20}"
         lines.append(f"{row.label:<{wide}}{peak:>20}{times}")
     return [*lines, "=" * _WIDE]
+
+
+def _right(text: str, width: int) -> str:
+    """Aligns text to the right of `width` cells."""
+    return " " * (width - cell_len(text)) + text
 
 
 def _ratio(value: float) -> str:
@@ -91,7 +99,7 @@ def _component_table(rows: Sequence[Row]) -> list[str]:
         return []
     wide = max(30, *(len(row.label) + 2 for row in rows))
     widths = [max(len(name) + 2, 12) for name in names]
-    lines = ["COMPONENTS AT THE PEAK, in MB:", ""]
+    lines = [tr("COMPONENTS AT THE PEAK, in MB:"), ""]
     lines.append(" " * wide + "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
     for row in rows:
         cells = [
@@ -115,21 +123,34 @@ def _growth(rows: Sequence[Row]) -> list[str]:
     found = [each for size in varied_sizes(rows) if (each := growth(size, rows))]
     lines = []
     for each in found:
-        sentence = (
-            f"From {_SIZE_NAMES[each.size]} {each.smallest} to {each.largest} the peak grows as its power "
-            f"{_exponents(each.exponents)}"
+        sentence = tr(
+            "From {size} {smallest} to {largest} the peak grows as its power {exponent}",
+            size=tr(_SIZE_NAMES[each.size]),
+            smallest=each.smallest,
+            largest=each.largest,
+            exponent=_exponents(each.exponents),
         )
         if each.without_states:
-            sentence += f"; without parameters and optimizer states, as its power {_exponents(each.without_states)}"
-        lines += textwrap.wrap(f"{sentence}.", _WIDE, initial_indent="  ", subsequent_indent="    ")
-    return ["GROWTH, measured between configurations that differ in one size alone:", "", *lines, ""] if lines else []
+            sentence += tr(
+                "; without parameters and optimizer states, as its power {exponent}",
+                exponent=_exponents(each.without_states),
+            )
+        lines += _wrap(tr("{sentences}.", sentences=sentence))
+    heading = tr("GROWTH, measured between configurations that differ in one size alone:")
+    return [heading, "", *lines, ""] if lines else []
 
 
 def _exponents(exponents: Sequence[float]) -> str:
     middle = f"{median(exponents):.2f}"
     if len(exponents) == 1:
         return middle
-    return f"{middle} (median of {len(exponents)} comparisons, {exponents[0]:.2f} to {exponents[-1]:.2f})"
+    return tr(
+        "{middle} (median of {count} comparisons, {lowest:.2f} to {highest:.2f})",
+        middle=middle,
+        count=len(exponents),
+        lowest=exponents[0],
+        highest=exponents[-1],
+    )
 
 
 def _findings(rows: Sequence[Row]) -> list[str]:
@@ -140,12 +161,14 @@ def _findings(rows: Sequence[Row]) -> list[str]:
             kinds.setdefault(finding.kind, []).append((finding, row))
     largest = [max(found, key=lambda pair: pair[0].bytes) for found in kinds.values()]
     largest.sort(key=lambda pair: -pair[0].bytes)
-    lines = ["TOP FINDINGS:", ""] if largest else []
+    lines = [tr("TOP FINDINGS:"), ""] if largest else []
     for finding, row in largest[:_TOP_FINDINGS]:
-        where = f" in {finding.module}" if finding.module else ""
+        where = tr(" in {module}", module=finding.module) if finding.module else ""
         others = len({other.name for _, other in kinds[finding.kind]}) - 1
-        runs = f"{row.short_label}, and {others} more" if others else row.short_label
-        lines.append(f"{finding.kind.replace('_', ' ')}{where}, {format_bytes(finding.bytes)} ({runs})")
+        runs = row.short_label
+        if others:
+            runs = tr("{run}, and {count} more", run=runs, count=others)
+        lines.append(f"{tr(finding.kind.replace('_', ' '))}{where}, {format_bytes(finding.bytes)} ({runs})")
         lines += _wrap(tr("evidence: {text}", text=tr_sentence(finding.evidence)))
         lines += [*_wrap(tr("remedy: {text}", text=tr_sentence(finding.remedy))), ""]
     return lines
@@ -153,7 +176,7 @@ def _findings(rows: Sequence[Row]) -> list[str]:
 
 def _failures(rows: Sequence[Row], root: str) -> list[str]:
     failed = [row for row in rows if row.failed_allocation is not None]
-    lines = ["OUT OF MEMORY:", ""] if failed else []
+    lines = [tr("OUT OF MEMORY:"), ""] if failed else []
     for row in failed:
         lines.append(f"{row.label}: {describe_outcome(row)}")
         if best := row.result.oom_suggestion:
@@ -165,19 +188,19 @@ def _failures(rows: Sequence[Row], root: str) -> list[str]:
             )
             lines += [f"    {code}" for code in best.code.splitlines()]
         if row.oom_report:
-            lines.append(f"  report: {root}{row.oom_report}")
+            lines.append("  " + tr("report: {path}", path=f"{root}{row.oom_report}"))
         lines.append("")
     return lines
 
 
 def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDE, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return wrap(text, _WIDE, "  ", "    ")
 
 
 def _components(row: Row) -> list[str]:
     sizes = {name: sum(parts.values()) for name, parts in row.components.items()}
     lines = [f"    {name:<42}{size / MB:>16.2f} MB" for name, size in sorted(sizes.items(), key=lambda item: -item[1])]
-    return ["", "  By component:", *lines] if lines else []
+    return ["", "  " + tr("By component:"), *lines] if lines else []
 
 
 def _stages(row: Row) -> list[str]:
@@ -187,10 +210,10 @@ def _stages(row: Row) -> list[str]:
     lines = []
     for name, peak, after in stages:
         left = "" if after is None else f"{after / MB:>16.2f} MB"
-        lines.append(
-            f"    {name.replace('_', ' '):<42}" + ("-".rjust(19) if peak is None else f"{peak / MB:>16.2f} MB") + left
-        )
-    return ["", f"  {'By stage:':<44}{'peak':>19}{'live after it':>19}", *lines] if lines else []
+        name = set_cell_size(tr(name.replace("_", " ")), 42)
+        lines.append(f"    {name}" + ("-".rjust(19) if peak is None else f"{peak / MB:>16.2f} MB") + left)
+    heading = set_cell_size(tr("By stage:"), 44) + _right(tr("peak"), 19) + _right(tr("live after it"), 19)
+    return ["", f"  {heading}", *lines] if lines else []
 
 
 def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
@@ -200,38 +223,39 @@ def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
         mark = ""
         change = more.get(category, 0)
         if more and category == "activation_hooks" and row.shared_captures:
-            mark = f"  <- captured for DP-SGD; autograd holds {row.shared_captures / MB:.2f} MB of it anyway"
+            shared = row.shared_captures / MB
+            mark = "  <- " + tr("captured for DP-SGD; autograd holds {size:.2f} MB of it anyway", size=shared)
         elif change and category in PRIVATE:
-            mark = "  <- DP-SGD only"
+            mark = "  <- " + tr("DP-SGD only")
         elif round(change / MB, 2):
-            mark = f"  <- {change / MB:+.2f} MB against vanilla"
+            mark = "  <- " + tr("{size:+.2f} MB against vanilla", size=change / MB)
         lines.append(f"  {_heading(category):<44}{size / MB:>16.2f} MB{mark}")
     if more:
-        lines.append(f"  {'All, against vanilla':<44}{sum(more.values()) / MB:>+16.2f} MB")
+        lines.append(f"  {set_cell_size(tr('All, against vanilla'), 44)}{sum(more.values()) / MB:>+16.2f} MB")
     if not row.finished:
-        lines.append(f"  {row.outcome}: {row.result.error}")
+        lines.append(f"  {tr(row.outcome)}: {tr_sentence(row.result.error or '', least_words=2)}")
     if failed := row.failed_allocation:
-        lines.append(f"  {'In use when memory ran out':<44}{failed.live_bytes / MB:>16.2f} MB")
-        lines.append(f"  {'Wanted beyond that':<44}{row.refused_bytes / MB:>16.2f} MB")
-    return lines or ["  nothing was recorded"]
+        lines.append(f"  {set_cell_size(tr('In use when memory ran out'), 44)}{failed.live_bytes / MB:>16.2f} MB")
+        lines.append(f"  {set_cell_size(tr('Wanted beyond that'), 44)}{row.refused_bytes / MB:>16.2f} MB")
+    return lines or ["  " + tr("nothing was recorded")]
 
 
 def _environment_lines(rows: Sequence[Row]) -> list[str]:
     """Returns the device, versions and settings of the runs; the JSON files have them run by run."""
     lines = []
     for title, values in (
-        ("Device", [row.result.environment.device_name for row in rows]),
+        (tr("Device"), [row.result.environment.device_name for row in rows]),
         ("torch", [row.result.environment.torch for row in rows]),
         ("Opacus", [row.result.environment.opacus for row in rows]),
-        ("Model", [_model(row) for row in rows]),
-        ("Parameters", [_parameters(row) for row in rows]),
-        ("Sequence length", [row.result.config.seq_length for row in rows]),
-        ("Batch size", [row.result.config.batch_size for row in rows]),
+        (tr("Model"), [_model(row) for row in rows]),
+        (tr("Parameters"), [_parameters(row) for row in rows]),
+        (tr("Sequence length"), [row.result.config.seq_length for row in rows]),
+        (tr("Batch size"), [row.result.config.batch_size for row in rows]),
         ("dtype", [row.result.config.dtype for row in rows]),
-        ("Data", [row.result.data.source if row.result.data else None for row in rows]),
+        (tr("Data"), [row.result.data.source if row.result.data else None for row in rows]),
     ):
         known = dict.fromkeys(str(value) for value in values if value is not None)
-        lines.append(f"{title}: {', '.join(known) or 'unknown'}")
+        lines.append(f"{title}: {', '.join(known) or tr('unknown')}")
     return [
         *lines,
         f"{tr_sentence(MEGABYTE_NOTE)}. " + tr("Each breakdown is that of one instant, the run's own peak."),
@@ -260,7 +284,8 @@ def _parameters(row: Row) -> str | None:
         f"{each.name} {f'{each.count} x ' if each.count > 1 else ''}{each.largest / MB:.2f} MB"
         for each in fold_modules(layers)
     ]
-    total = f"{row.result.parameters['total']:,} in {sum(layers.values()) / MB:.2f} MB"
+    count, size = row.result.parameters["total"], sum(layers.values()) / MB
+    total = tr("{count:,} in {size:.2f} MB", count=count, size=size)
     return f"{total}: {', '.join(parts)}" if parts else total
 
 

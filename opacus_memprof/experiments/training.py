@@ -17,6 +17,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import data, models, process_group, sharded_run
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import ProgressLog, build_result
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS
 from opacus_memprof.profiles.experiment_result import DataSource, ExperimentResult
 from opacus_memprof.profiles.units import format_bytes, megabytes
@@ -69,13 +70,13 @@ class _Run:
         model = models.build_model(configuration, self._device)
         self._session.attach(model)
         progress.parameters = counted = models.count_parameters(model)
-        progress.detail(f"{counted['total']:,} parameters, of which {counted['trainable']:,} are trained")
+        progress.detail(tr("{total:,} parameters, of which {trainable:,} are trained", **counted))
         self._snapshot("model_loaded")
 
         progress.begin("preparing the data")
         loaded = data.load_data(configuration, models.vocabulary_size(model), getattr(model, "padding", None))
         progress.data = DataSource(source=loaded.source, reason=loaded.reason)
-        progress.detail(loaded.reason)
+        progress.detail(tr_sentence(loaded.reason))
         self._snapshot("data_prepared")
 
         if configuration.nproc > 1:
@@ -127,7 +128,7 @@ class _Run:
     def _snapshot(self, name: str) -> None:
         snapshot = self._session.snapshot(f"{next(self._numbers)}_{name}")
         live = sum(count.requested_bytes for count in snapshot.devices.values())
-        self._progress.detail(f"{name.replace('_', ' ')}: {format_bytes(live)} live")
+        self._progress.detail(tr("{name}: {size} live", name=tr(name.replace("_", " ")), size=format_bytes(live)))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from opacus_memprof.language import tr
+
 
 def time_left(elapsed: float, elapsed_at_last: float, ended: int, total: int) -> float | None:
     """Returns the seconds until all runs have ended, from the average time so far; None before the first ends.
@@ -32,7 +34,9 @@ class TimeLeftColumn(ProgressColumn):
 
 def _format_time_left(task: Task) -> str:
     left = time_left(task.elapsed or 0.0, task.fields["at_last"], int(task.completed), int(task.total or 0))
-    return "time left: not known yet" if left is None else f"about {timedelta(seconds=round(left))} left"
+    if left is None:
+        return tr("time left: not known yet")
+    return tr("about {time} left", time=timedelta(seconds=round(left)))
 
 
 class ProgressBoard:
@@ -51,8 +55,10 @@ class ProgressBoard:
     ) -> None:
         columns: list[ProgressColumn]
         if open_ended:
-            columns = [TextColumn(f"{what} ended: {{task.completed:.0f}}; results decide what is run next,")]
-            columns += [TimeElapsedColumn()]
+            ended = tr(
+                "{what} ended: {count}; results decide what is run next,", what=what, count="{task.completed:.0f}"
+            )
+            columns = [TextColumn(ended), TimeElapsedColumn()]
         else:
             columns = [BarColumn(), MofNCompleteColumn(), TextColumn(f"{what},"), TimeElapsedColumn(), TimeLeftColumn()]
         self._progress = Progress(*columns, console=console, transient=transient)
@@ -78,7 +84,12 @@ class ProgressBoard:
     @property
     def position(self) -> str:
         """The number of ended runs, and the time left: `3 of 9, about 0:01:00 left`."""
-        return f"{self._task.completed:.0f} of {self._task.total:.0f}, {_format_time_left(self._task)}"
+        return tr(
+            "{ended:.0f} of {total:.0f}, {time_left}",
+            ended=self._task.completed,
+            total=self._task.total,
+            time_left=_format_time_left(self._task),
+        )
 
     def add(self, runs: int) -> None:
         """Adds runs to the total."""

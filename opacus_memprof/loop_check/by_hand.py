@@ -346,14 +346,18 @@ def check_noise(
             off[name] = ratio
     count = sum(rest.numel() for rest in rests.values())
     measured = math.sqrt(sum(float(rest.square().sum()) for rest in rests.values()) / count) / step.std
-    asked = (
-        f"The noise has not the standard deviation that was asked for, {step.std:.4g} (noise_multiplier times bound)"
-    )
+    where = ""
     if off:
         worst = max(off, key=lambda name: abs(off[name] - 1))
         more = f", and {len(off) - 1} more parameters are off" if len(off) > 1 else ""
-        findings.defect(f"{asked}: in {worst} it is {off[worst]:.3g} times that{more}.", "noise")
+        where = f"in {worst} it is {off[worst]:.3g} times that{more}."
     elif not without and abs(measured - 1) > _SIGMAS / math.sqrt(2 * count) + 1e-2:
-        findings.defect(f"{asked}: over all parameters it is {measured:.3g} times that.", "noise")
+        where = f"over all parameters it is {measured:.3g} times that."
+    if where:
+        findings.defect(
+            f"The noise has not the standard deviation that was asked for, {step.std:.4g} (noise_multiplier times "
+            f"bound): {where}",
+            "noise",
+        )
     largest = max(rests, key=lambda name: rests[name].numel())
     return measured, rests[largest].flatten()[:10_000] / step.std

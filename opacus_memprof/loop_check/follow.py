@@ -27,6 +27,7 @@ from opacus_memprof.loop_check.records import (
     RandomState,
     StepResult,
     first_line,
+    physical_batches,
 )
 from opacus_memprof.loop_check.step_check import StepCheck, clip_bound, noise_std
 
@@ -275,7 +276,7 @@ class Follower:
             followed.waiting = []
             if dropped:
                 self.findings.note(
-                    f"zero_grad dropped {dropped} physical batch{'es' * (dropped > 1)} between backward and step.",
+                    f"zero_grad dropped {physical_batches(dropped)} between backward and step.",
                     "dropped",
                 )
         return original(*args, **kwargs)

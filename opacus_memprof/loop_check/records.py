@@ -219,6 +219,11 @@ def first_line(error: object) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def physical_batches(count: int) -> str:
+    """Formats a number of physical batches: `1 physical batch`, `2 physical batches`."""
+    return f"{count} physical batch{'' if count == 1 else 'es'}"
+
+
 def listed(names: list[str], most: int = 4) -> str:
     """Returns the names for a sentence, shortened."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import tr, tr_sentence
+from opacus_memprof.profiles.units import format_count
 from opacus_memprof.recording.startup import AfterImport
 from opacus_memprof.running.program import Program
 
@@ -90,7 +92,7 @@ class ScriptCheck:
                 f"{self._script} {ending} before a step of its private optimizer: there is nothing to check."
             )
         if ending and len(follower.results) < 2:
-            findings.note(f"{self._script} {ending} after {_count(len(follower.results), 'logical step')}.")
+            findings.note(f"{self._script} {ending} after {format_count(len(follower.results), 'logical step')}.")
         follower.finish()
         mode = follower.roots[-1].mode if follower.roots else ""
         return ScriptVerdict(
@@ -119,47 +121,62 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
     for number, step in enumerate(verdict.steps, 1):
         _print_step(number, step, console)
     for defect in verdict.defects:
-        console.print(f"DEFECT: {defect}", style="bold red", soft_wrap=True, markup=False)
+        console.print(f"{tr('DEFECT:')} {tr_sentence(defect)}", style="bold red", soft_wrap=True, markup=False)
     for note in verdict.notes:
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
+        console.print(f"{tr('note:')} {tr_sentence(note)}", soft_wrap=True, markup=False)
     for each in verdict.unchecked:
-        console.print(f"not checked: {each}", style="yellow", soft_wrap=True, markup=False)
-    samples, steps = sum(step.samples for step in verdict.steps), _count(len(verdict.steps), "logical step")
+        console.print(f"{tr('not checked:')} {tr_sentence(each)}", style="yellow", soft_wrap=True, markup=False)
+    steps = tr_sentence(format_count(len(verdict.steps), "logical step"))
+    samples = tr_sentence(format_count(sum(step.samples for step in verdict.steps), "sample"))
     if verdict.defects:
-        found = _count(len(verdict.defects), "defect")
-        text = f"{found}: neither the training nor the privacy that is accounted for can be relied on."
+        found = tr_sentence(format_count(len(verdict.defects), "defect"))
+        text = tr(
+            "{defects}: neither the training nor the privacy that is accounted for can be relied on.", defects=found
+        )
     elif verdict.failure is not None:
-        text = (
-            f"The check itself failed ({verdict.failure}), so it is unknown whether this script trains exactly. "
-            "Please report this with the script."
+        text = tr(
+            "The check itself failed ({failure}), so it is unknown whether this script trains exactly. "
+            "Please report this with the script.",
+            failure=verdict.failure,
         )
     elif any(step.errors for step in verdict.steps):
         worst = max(error for step in verdict.steps for error in step.errors.values())
-        text = (
-            f"grad_sample_mode={verdict.mode!r} trains this script exactly: {steps}, {_count(samples, 'sample')}, "
-            f"largest relative error {worst:.1e}."
+        text = tr(
+            "grad_sample_mode={mode!r} trains this script exactly: {steps}, {samples}, "
+            "largest relative error {error:.1e}.",
+            mode=verdict.mode,
+            steps=steps,
+            samples=samples,
+            error=worst,
         )
     else:
-        text = f"No defect was found in {steps}, but the clipped sum was not compared with clipping by hand."
+        text = tr(
+            "No defect was found in {steps}, but the clipped sum was not compared with clipping by hand.", steps=steps
+        )
     console.print(f"\n{text}", soft_wrap=True, markup=False)
 
 
 def _print_step(number: int, step: "StepResult", console: Console) -> None:
-    noise = f", noise {step.noise:.3f} times the requested" if step.noise is not None else ""
-    console.print(
-        f"logical step {number}: {_count(step.batches, 'physical batch', 'es')}, {_count(step.samples, 'sample')}"
-        f"{f', {step.clipped} clipped' if step.norms else ''}{noise}",
-        soft_wrap=True,
+    from opacus_memprof.loop_check.records import physical_batches  # imports torch
+
+    said = tr(
+        "logical step {number}: {batches}, {samples}",
+        number=number,
+        batches=tr_sentence(physical_batches(step.batches)),
+        samples=tr_sentence(format_count(step.samples, "sample")),
     )
+    said += tr(", {count} clipped", count=step.clipped) if step.norms else ""
+    said += tr(", noise {ratio:.3f} times the requested", ratio=step.noise) if step.noise is not None else ""
+    console.print(said, soft_wrap=True)
     worst = sorted(step.errors, key=lambda name: -step.errors[name])
     if worst:
-        console.print(f"{'deviation':>9}  of the clipped sum of, relative to its largest element")
+        deviation = tr("deviation")
+        console.print(f"{deviation:>9}  {tr('of the clipped sum of, relative to its largest element')}")
     for name in worst[:_MOST_ROWS]:
         style = "bold red" if step.errors[name] > step.tolerance else None
         console.print(f"{step.errors[name]:>9.1e}  {name}", style=style, soft_wrap=True)
     if len(worst) > _MOST_ROWS:
-        console.print(f"{'':>9}  {len(worst) - _MOST_ROWS} more, none above {step.errors[worst[_MOST_ROWS]]:.1e}")
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
+        more = tr(
+            "{count} more, none above {error:.1e}", count=len(worst) - _MOST_ROWS, error=step.errors[worst[_MOST_ROWS]]
+        )
+        console.print(f"{'':>9}  {more}")

@@ -28,6 +28,7 @@ from opacus_memprof.loop_check.records import (
     StepResult,
     first_line,
     listed,
+    physical_batches,
 )
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of clipped sums; other dtypes: 5e-2
@@ -163,7 +164,7 @@ class StepCheck:
         size, cosine = _compare(found, expected)
         what = (
             f"grad_sample_mode={self._root.mode!r} does not clip this loop exactly: the clipped sum of "
-            f"{len(self.result.norms)} samples in {len(hands)} physical batch{'es' * (len(hands) > 1)} is "
+            f"{len(self.result.norms)} samples in {physical_batches(len(hands))} is "
             f"{size:.3g} times as large as the one computed by hand (cosine {cosine:.3f}); {len(wrong)} of "
             f"{len(self.result.errors)} parameters are off by up to {self.result.errors[worst]:.1%} ({worst})."
         )
@@ -223,10 +224,12 @@ class StepCheck:
                     return
                 if found is not None:
                     name, size = found
-                    where = f" in {name} ({type(self._root.model.get_submodule(name)).__name__})" if name else ""
+                    by = f"by {size:.1%}"
+                    if name:
+                        by = f"in {name} ({type(self._root.model.get_submodule(name)).__name__}) {by}"
                     self._findings.defect(
                         f"The samples of a batch are not processed separately: other samples change a sample's "
-                        f"output{where} by {size:.1%}, so that clipping its gradient does not bound its influence. "
+                        f"output {by}, so that clipping its gradient does not bound its influence. "
                         "Use layers that compute each sample alone (for BatchNorm, GroupNorm).",
                         "mixing",
                     )
@@ -269,7 +272,7 @@ class StepCheck:
         if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
             self._findings.defect(
                 f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
-                f"{self._optimizer.expected_batch_size} * {passes} accumulated physical batch{'es' * (passes > 1)}): "
+                f"{self._optimizer.expected_batch_size} * {physical_batches(passes)} accumulated): "
                 f"the update is {expected / found:.3g} times as large as with the mean over the samples.",
                 "divisor",
             )

@@ -56,11 +56,13 @@ def gpu_name(kind: str, memory: int | None) -> str:
 def show_run(board: ProgressBoard, configuration: PlannedConfiguration, run: VirtualRun) -> None:
     """Shows on a board that a run has ended."""
     board.advance()
-    peak = f", peak {format_bytes(run.requested)}" if run.fits and run.requested is not None else ""
+    peak = ""
+    if run.fits and run.requested is not None:
+        peak = tr(", peak {size}", size=format_bytes(run.requested))
     words = " ".join([configuration.gpu, *configuration.program.arguments])
     changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
-    status = "fits" if run.fits else run.status.replace("_", " ")
-    line = Text(f"{words}{f' with {changes}' if changes else ''}  ")
+    status = tr("fits") if run.fits else tr(run.status.replace("_", " "))
+    line = Text(words + (tr(" with {candidate}", candidate=changes) if changes else "") + "  ")
     line.append(f"{status}{peak}", "green" if run.fits else "magenta")
     line.append(f"  {run.seconds:.0f} s", "dim")
     board.print(line)
@@ -148,13 +150,13 @@ def print_doubts(warnings: Sequence[str], console: Console) -> None:
     """
     doubts = [warning for warning in warnings if "virtual GPU" in warning or "real GPU" in warning]
     for warning in doubts[:_MOST_WARNINGS]:
-        _print(console, f"[yellow]note: {escape(warning)}[/]")
+        _print(console, f"[yellow]{tr('note:')} {escape(tr_sentence(warning))}[/]")
     if any(_UNKNOWN in warning for warning in doubts):
-        _print(
-            console,
-            "[yellow]note: what the training would decide there can be set for the plan, where "
-            "opacus_memprof.virtual_gpu.active() is not None[/]",
+        can_be_set = tr(
+            "what the training would decide there can be set for the plan, where "
+            "opacus_memprof.virtual_gpu.active() is not None"
         )
+        _print(console, f"[yellow]{tr('note:')} {can_be_set}[/]")
 
 
 def _fix(advice: Advice) -> Fix:
@@ -176,8 +178,13 @@ def _only_just(run: VirtualRun) -> str:
 
 
 def _place(run: VirtualRun) -> str:
-    module = f" of {run.module}" if run.module else ""
-    return f"{run.category.replace('_', ' ')}{module} in {run.phase.replace('_', ' ')}"
+    return place(run.category, run.module, run.phase)
+
+
+def place(category: str, module: str, phase: str) -> str:
+    """Returns what an allocation was for and when: `activations of fc1 in forward`."""
+    of_module = f" of {module}" if module else ""
+    return f"{category.replace('_', ' ')}{of_module} in {phase.replace('_', ' ')}"
 
 
 def print_cells(cells: Sequence[PlannedCell], searched: Range | None, console: Console) -> None:

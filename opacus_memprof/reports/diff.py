@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.difference import DeviceDiff, Diff, DiffPhase, Tax
 from opacus_memprof.profiles.units import format_bytes, format_moment, format_signed_bytes, shorten_name
 from opacus_memprof.reports.text import table_of
 
 _TOP = 10
-_NONE = "none"
 
 Row = tuple[str, ...]
 # A title, the columns after the first, and rows of as many cells.
@@ -26,15 +26,20 @@ def print_diff(diff: Diff, console: Console, exceeded: Sequence[str] = ()) -> No
         if reserved := _reserved(device):
             console.print(escape(reserved), highlight=False)
         for title, columns, rows in _tables(device):
-            table = table_of(title, columns[:3], columns[3:])
+            names = [tr(column) for column in columns]
+            table = table_of(tr(title), tuple(names[:3]), tuple(names[3:]))
             for first, *rest in rows:
                 table.add_row(escape(shorten_name(first)), *map(escape, rest))
             console.print()
             console.print(table)
-    for note in diff.notes:
-        console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
+    _print_notes(diff.notes, console)
     for sentence in exceeded:
-        console.print(f"\n[bold red]{escape(sentence)}[/]", highlight=False)
+        console.print(f"\n[bold red]{escape(tr_sentence(sentence))}[/]", highlight=False)
+
+
+def _print_notes(notes: Sequence[str], console: Console) -> None:
+    for note in notes:
+        console.print(f"\n[yellow]{tr('note:')}[/] {escape(tr_sentence(note))}", highlight=False)
 
 
 def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -44,23 +49,24 @@ def largest_changes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def diff_markdown(diff: Diff, exceeded: Sequence[str] = ()) -> str:
     """Formats the differences as GitHub's Markdown, for a comment on a pull request, with modules and phases folded."""
-    parts = ["### GPU memory"] if any("cuda" in name for name in diff.devices) else ["### Memory"]
-    parts += [f"**{_escape_markdown(sentence)}**" for sentence in exceeded]
+    parts = [f"### {tr('GPU memory') if any('cuda' in name for name in diff.devices) else tr('Memory')}"]
+    parts += [f"**{_escape_markdown(tr_sentence(sentence))}**" for sentence in exceeded]
     for name, device in diff.devices.items():
         parts.append(f"**{_escape_markdown(name)}**: {_escape_markdown(_headline(device))}")
         if reserved := _reserved(device):
             parts.append(_escape_markdown(reserved))
         for title, columns, rows in _tables(device):
             table = _markdown_table(title, columns, rows)
-            parts.append(table if title == "category" else _fold(f"By {title}", table))
-    parts += [f"Note: {_escape_markdown(note)}." for note in diff.notes]
+            parts.append(table if title == "category" else _fold(tr("By {title}", title=tr(title)), table))
+    parts += [tr("Note: {note}.", note=_escape_markdown(tr_sentence(note))) for note in diff.notes]
     return "\n\n".join(parts) + "\n"
 
 
 def _headline(device: DeviceDiff) -> str:
     old, new = device.before, device.after
     change = _change(old.requested_bytes, new.requested_bytes)
-    return f"peak {change}, in {_moments((old.phase, old.step), (new.phase, new.step))}"
+    moments = _moments((old.phase, old.step), (new.phase, new.step))
+    return tr("peak {change}, in {moments}", change=change, moments=moments)
 
 
 def _reserved(device: DeviceDiff) -> str:
@@ -69,19 +75,19 @@ def _reserved(device: DeviceDiff) -> str:
     if old is None or new is None:
         return ""
     moments = _moments((old.phase, old.step), (new.phase, new.step))
-    return f"largest reserved {_change(old.bytes, new.bytes)}, in {moments}"
+    return tr("largest reserved {change}, in {moments}", change=_change(old.bytes, new.bytes), moments=moments)
 
 
 def _change(before: int, after: int) -> str:
     if before == after:
-        change = "no change"
+        change = tr("no change")
     else:
         change = format_signed_bytes(after - before) + (f", {100 * (after - before) / before:+.1f} %" if before else "")
     return f"{format_bytes(before)} → {format_bytes(after)} ({change})"
 
 
 def _moments(before: tuple[str, int], after: tuple[str, int]) -> str:
-    times = [format_moment(*moment) for moment in (before, after)]
+    times = [tr_sentence(format_moment(*moment)) for moment in (before, after)]
     return times[0] if times[0] == times[1] else " → ".join(times)
 
 
@@ -107,15 +113,19 @@ def _group_rows(groups: Mapping[str, Mapping[str, int]]) -> Iterator[Row]:
     # A module whose categories change while its sum does not is a change as well.
     ordered = sorted(groups.items(), key=lambda item: (-abs(sum(item[1].values())), -_total_change(item[1]), item[0]))
     for name, sizes in ordered[:_TOP]:
-        yield name or "(no module)", format_signed_bytes(sum(sizes.values())), _largest_change(sizes)
+        yield name or tr("(no module)"), format_signed_bytes(sum(sizes.values())), _largest_change(sizes)
     if rest := ordered[_TOP:]:
-        yield f"{len(rest)} more", format_signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)), ""
+        yield (
+            tr("{count} more", count=len(rest)),
+            format_signed_bytes(sum(sum(sizes.values()) for _, sizes in rest)),
+            "",
+        )
 
 
 def _phase_row(name: str, phase: DiffPhase) -> Row | None:
     if not phase.total and not phase.categories:
         return None
-    sizes = [_NONE if size is None else format_bytes(size) for size in (phase.before_bytes, phase.after_bytes)]
+    sizes = [tr("none") if size is None else format_bytes(size) for size in (phase.before_bytes, phase.after_bytes)]
     return name, *sizes, format_signed_bytes(phase.total), _largest_change(phase.categories)
 
 
@@ -130,7 +140,8 @@ def _largest_change(sizes: Mapping[str, int]) -> str:
 
 def _markdown_table(title: str, columns: Row, rows: Sequence[Row]) -> str:
     aligned = ["---", *("---" if column == "mostly" else "---:" for column in columns)]
-    lines = [(title, *columns), aligned, *((_markdown_code(row[0]), *map(_escape_markdown, row[1:])) for row in rows)]
+    header = tuple(tr(column) for column in (title, *columns))
+    lines = [header, aligned, *((_markdown_code(row[0]), *map(_escape_markdown, row[1:])) for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -151,19 +162,20 @@ def _escape_markdown(text: str) -> str:
 def print_tax(tax: Tax, console: Console) -> None:
     """Prints the DP tax of each device."""
     for name, device in tax.devices.items():
-        console.print(
-            f"[bold]{escape(name)}[/]: privacy takes [bold]{format_signed_bytes(device.total)}[/] at the peak: "
-            f"{format_bytes(device.private_bytes)} with it, {format_bytes(device.vanilla_bytes)} without",
-            highlight=False,
+        takes = tr(
+            "privacy takes {total} at the peak: {private} with it, {vanilla} without",
+            total=f"[bold]{format_signed_bytes(device.total)}[/]",
+            private=format_bytes(device.private_bytes),
+            vanilla=format_bytes(device.vanilla_bytes),
         )
+        console.print(f"[bold]{escape(name)}[/]: {takes}", highlight=False)
         _print_table("category", device.categories, console)
         modules = {module: sum(sizes.values()) for module, sizes in device.modules.items()}
         _print_table("module", modules, console, _TOP_MODULES)
         if device.opacus_only:
-            size = format_bytes(device.opacus_only)
-            console.print(f"\n{size} of captured activations are held by Opacus alone", highlight=False)
-    for note in tax.notes:
-        console.print(f"\n[yellow]note:[/] {escape(note)}", highlight=False)
+            alone = tr("{size} of captured activations are held by Opacus alone", size=format_bytes(device.opacus_only))
+            console.print(f"\n{alone}", highlight=False)
+    _print_notes(tax.notes, console)
 
 
 def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: int | None = None) -> None:
@@ -171,10 +183,12 @@ def _print_table(title: str, sizes: Mapping[str, int], console: Console, top: in
     rows = largest_changes(sizes)
     if not rows:
         return
-    table = table_of(title, ("difference",), ())
+    table = table_of(tr(title), (tr("difference"),), ())
     for name, size in rows[:top]:
-        table.add_row(escape(name) or "(no module)", format_signed_bytes(size))
+        table.add_row(escape(name) or tr("(no module)"), format_signed_bytes(size))
     if rest := rows[len(rows) if top is None else top :]:
-        table.add_row(f"{len(rest)} more", format_signed_bytes(sum(size for _, size in rest)), style="dim")
+        table.add_row(
+            tr("{count} more", count=len(rest)), format_signed_bytes(sum(size for _, size in rest)), style="dim"
+        )
     console.print()
     console.print(table)

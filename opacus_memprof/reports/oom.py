@@ -8,11 +8,12 @@ from rich.padding import Padding
 
 from opacus_memprof.analysis.profile_view import unattributed_parts
 from opacus_memprof.analysis.verdict_view import failure_moment, select_suggestions
+from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.oom_report import LeftBehind, OomReport, SuggestedChange
 from opacus_memprof.profiles.profile import virtual_mark
 from opacus_memprof.profiles.units import format_bytes, format_count
 from opacus_memprof.reports.html import build_page
-from opacus_memprof.reports.text import print_unattributed, table_of
+from opacus_memprof.reports.text import print_indented, print_unattributed, table_of
 
 _TOP = 8
 _TOP_SUGGESTIONS = 4
@@ -21,10 +22,10 @@ _SCRIPTS = ["base.js", "data.js", "theme.js", "table.js", "frame.js", "verdict.j
 
 def print_oom(report: OomReport, console: Console) -> None:
     """Prints the report of a failed allocation."""
-    console.print(f"[bold red]out of memory[/] {escape(headline(report))}", highlight=False)
+    console.print(f"[bold red]{tr('out of memory')}[/] {escape(headline(report))}", highlight=False)
     if mark := virtual_mark(report.virtual):
-        console.print(f"[bold magenta]{escape(mark)}[/]", highlight=False)
-    console.print(f"  {escape(_describe_room(report))}", style="dim", highlight=False)
+        console.print(f"[bold magenta]{escape(tr_sentence(mark))}[/]", highlight=False)
+    print_indented(_describe_room(report), console, "  ", "  ", style="dim")
     _print_holders(report, console)
     _print_leftovers(report.left_behind, console)
     _print_suggestions(report, console)
@@ -40,12 +41,15 @@ def build_oom_page(report: OomReport) -> str:
 def headline(report: OomReport) -> str:
     """Describes the failed allocation and the live bytes in a sentence."""
     request = report.request
-    what = request.category.replace("_", " ")
-    module = f" of {request.module}" if request.module else ""
-    op = f" ({request.op})" if request.op else ""
-    return (
-        f"{report.device}: {format_bytes(request.bytes)} of {what}{module}{op} {failure_moment(report)}, with "
-        f"{format_bytes(report.live_bytes)} live"
+    what = tr_sentence(request.category.replace("_", " "))
+    return tr(
+        "{device}: {size} of {what} {moment}, with {live} live",
+        device=report.device,
+        size=format_bytes(request.bytes),
+        what=(tr("{what} of {module}", what=what, module=request.module) if request.module else what)
+        + (f" ({request.op})" if request.op else ""),
+        moment=tr_sentence(failure_moment(report)),
+        live=format_bytes(report.live_bytes),
     )
 
 
@@ -54,54 +58,59 @@ def exception_note(report: OomReport, path: str) -> str:
     largest = list(report.holders.categories.items())[:3]
     lines = [f"opacus-memprof: {headline(report)}"]
     if mark := virtual_mark(report.virtual):
-        lines.append(mark)
+        lines.append(tr_sentence(mark))
     if largest:
-        lines.append("held by " + ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest))
+        held = [f"{tr_sentence(name.replace('_', ' '))} {format_bytes(size)}" for name, size in largest]
+        lines.append(tr("held by {categories}", categories=", ".join(held)))
     if report.suggestions:
         first = report.suggestions[0]
-        lines.append(f"suggestion: {first.title} (predicted peak {format_bytes(first.predicted_peak_bytes)})")
-    return "\n  ".join([*lines, f"report: {path}"])
+        title, size = tr_sentence(first.title), format_bytes(first.predicted_peak_bytes)
+        lines.append(tr("suggestion: {title} (predicted peak {size}{fits})", title=title, size=size, fits=""))
+    return "\n  ".join([*lines, tr("report: {path}", path=path)])
 
 
 def _describe_room(report: OomReport) -> str:
     room, needed = report.room, report.needed
     if report.batch.samples is None:
-        parts = [f"That is {format_bytes(needed.bytes)} in all"]
+        parts = [tr("That is {size} in all", size=format_bytes(needed.bytes))]
     else:
-        where = f" of {needed.module}" if needed.module else ""
-        parts = [f"The step needs {format_bytes(needed.bytes)}, in {needed.phase.replace('_', ' ')}{where}"]
+        where = tr_sentence(needed.phase.replace("_", " "))
+        where = tr("{phase} of {module}", phase=where, module=needed.module) if needed.module else where
+        parts = [tr("The step needs {size}, in {where}", size=format_bytes(needed.bytes), where=where)]
     if room.may_reserve_bytes is None:
         if room.limit_bytes is not None:
-            parts.append(f"{format_bytes(room.limit_bytes)} are allowed")
+            parts.append(tr("{size} are allowed", size=format_bytes(room.limit_bytes)))
     else:  # then all of them are known
         largest = max(room.largest_free_bytes or 0, room.unreserved_bytes or 0)
-        parts.append(f"this process may reserve {format_bytes(room.may_reserve_bytes)}")
-        parts.append(f"{format_bytes(room.cached_bytes or 0)} of it were free in fragments")
-        parts.append(f"the largest block was {format_bytes(largest)}")
-        parts.append(f"empty_cache would have given back {format_bytes(room.free_segments_bytes or 0)}")
-        others, device = room.others_bytes or 0, room.device_bytes or 0
-        parts.append(f"others use {format_bytes(others)} of the device's {format_bytes(device)}")
+        parts.append(tr("this process may reserve {size}", size=format_bytes(room.may_reserve_bytes)))
+        parts.append(tr("{size} of it were free in fragments", size=format_bytes(room.cached_bytes or 0)))
+        parts.append(tr("the largest block was {size}", size=format_bytes(largest)))
+        given_back = format_bytes(room.free_segments_bytes or 0)
+        parts.append(tr("empty_cache would have given back {size}", size=given_back))
+        others, device = format_bytes(room.others_bytes or 0), format_bytes(room.device_bytes or 0)
+        parts.append(tr("others use {size} of the device's {device}", size=others, device=device))
     batch = report.batch
     if batch.samples and batch.bytes_per_sample is not None:
         slope = format_bytes(batch.bytes_per_sample)
         fitting = batch.largest_that_fits
-        fits = f"{fitting} at a time would fit" if fitting else "not even one at a time would fit"
-        parts.append(f"a sample takes {slope} at the peak: of {batch.samples}, {fits}")
-    return "; ".join(parts) + "."
+        fits = tr("{count} at a time would fit", count=fitting) if fitting else tr("not even one at a time would fit")
+        takes = tr("a sample takes {size} at the peak: of {count}, {fits}", size=slope, count=batch.samples, fits=fits)
+        parts.append(takes)
+    return tr("{sentences}.", sentences=tr("; ").join(parts))
 
 
 def _print_holders(report: OomReport, console: Console) -> None:
     holders = report.holders
-    categories = table_of("held by category", ("bytes",), ())
+    categories = table_of(tr("held by category"), (tr("bytes"),), ())
     for name, size in list(holders.categories.items())[:_TOP]:
         categories.add_row(escape(name), format_bytes(size))
     console.print()
     console.print(categories)
-    table = table_of("module", ("bytes",), ("category", "made in", "blocks"))
+    table = table_of(tr("module"), (tr("bytes"),), (tr("category"), tr("made in"), tr("blocks")))
     for group in holders.largest[:_TOP]:
-        age = "this step" if group.age == 0 else f"{format_count(group.age, 'step')} ago"
-        made = f"{group.phase.replace('_', ' ')}, {age}"
-        module, category = escape(group.module or "(no module)"), escape(group.category)
+        ago = tr("{steps} ago", steps=tr_sentence(format_count(group.age, "step")))
+        made = f"{tr_sentence(group.phase.replace('_', ' '))}, {ago if group.age else tr('this step')}"
+        module, category = escape(group.module or tr("(no module)")), escape(group.category)
         table.add_row(module, format_bytes(group.bytes), category, made, str(group.blocks))
     console.print()
     console.print(table)
@@ -110,12 +119,11 @@ def _print_holders(report: OomReport, console: Console) -> None:
 
 def _print_leftovers(leftovers: LeftBehind, console: Console) -> None:
     if leftovers.bytes:
-        what = (
-            "forwards without a backward"
-            if leftovers.captures
-            else f"steps {leftovers.steps[0]} to {leftovers.steps[-1]}"
-        )
-        console.print(f"\n[yellow]{format_bytes(leftovers.bytes)} were left behind by {what}[/]", highlight=False)
+        what = tr("forwards without a backward")
+        if not leftovers.captures:
+            what = tr("steps {first} to {last}", first=leftovers.steps[0], last=leftovers.steps[-1])
+        said = tr("{size} were left behind by {what}", size=format_bytes(leftovers.bytes), what=what)
+        console.print(f"\n[yellow]{said}[/]", highlight=False)
 
 
 def _describe_trial(suggestion: SuggestedChange) -> str:
@@ -123,23 +131,29 @@ def _describe_trial(suggestion: SuggestedChange) -> str:
     if trial is UNSET:
         return ""
     if trial.error:
-        return f", tried: failed with {trial.error}"
-    peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-    return f", tried: {'fits' if trial.fits else 'too large'}{peak}"
+        return tr(", tried: failed with {error}", error=trial.error)
+    peak = "" if trial.peak_bytes is None else tr(", peak {size}", size=format_bytes(trial.peak_bytes))
+    return tr(", tried: {fits}{peak}", fits=tr_sentence("fits" if trial.fits else "too large"), peak=peak)
 
 
 def _print_suggestions(report: OomReport, console: Console) -> None:
     shown = select_suggestions(report.suggestions)[:_TOP_SUGGESTIONS]
     if not shown:
-        console.print("\nNo known change would make it fit.")
+        console.print("\n" + tr_sentence("No known change would make it fit."))
     for number, suggestion in enumerate(shown, 1):
-        fits = {True: "[green]fits[/]", False: "[yellow]not enough alone[/]", None: ""}[suggestion.fits]
-        fits = "[yellow]fits tightly[/]" if suggestion.is_tight else fits
+        fits = {True: f"[green]{tr('fits')}[/]", False: f"[yellow]{tr('not enough alone')}[/]", None: ""}[
+            suggestion.fits
+        ]
+        fits = f"[yellow]{tr_sentence('fits tightly')}[/]" if suggestion.is_tight else fits
+        sizes = tr(
+            "peak {peak}, {saved} less",
+            peak=format_bytes(suggestion.predicted_peak_bytes),
+            saved=format_bytes(suggestion.saved_bytes),
+        )
         console.print(
-            f"\n[bold]{number}. {escape(suggestion.title)}[/]: "
-            f"peak {format_bytes(suggestion.predicted_peak_bytes)}, "
-            f"{format_bytes(suggestion.saved_bytes)} less {fits}{escape(_describe_trial(suggestion))}",
+            f"\n[bold]{number}. {escape(tr_sentence(suggestion.title))}[/]: "
+            f"{sizes} {fits}{escape(_describe_trial(suggestion))}",
             highlight=False,
         )
         console.print(Padding(escape(suggestion.code), (0, 0, 0, 3)), style="cyan", highlight=False)
-        console.print(Padding(escape(suggestion.computed), (0, 0, 0, 3)), style="dim", highlight=False)
+        print_indented(tr_sentence(suggestion.computed), console, style="dim")

@@ -128,7 +128,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
         for device, verdict in zip(view.devices.values(), view.verdicts, strict=True):
             print_verdict(verdict, console)
             if device.failure:
-                console.print(f"[red]{tr('out of memory')}:[/] {escape(device.failure)}", highlight=False)
+                console.print(f"[red]{tr('out of memory')}:[/] {escape(tr_sentence(device.failure))}", highlight=False)
     _print_findings([finding for finding in profile.findings if finding.kind not in DEFECTS], console)
     if failed is None:
         for device in view.devices.values():
@@ -140,7 +140,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
     print_warnings(profile.warnings, console)
     for sentence, count in Counter(view.privacy).items():
         times = f" (×{count})" if count > 1 else ""  # noqa: RUF001
-        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}{times}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(tr_sentence(sentence))}{times}", highlight=False)
 
 
 def print_failure(report: OomReport, console: Console) -> None:

@@ -17,7 +17,7 @@ from opacus_memprof.analysis.profile_view import Check, DeviceView, Part, Profil
 from opacus_memprof.language import ESCAPED, tr, tr_sentence
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.profile import Finding, Profile, virtual_mark
-from opacus_memprof.profiles.units import column_format, format_bytes, format_moment, shorten_name
+from opacus_memprof.profiles.units import column_format, format_bytes, format_moment, format_signed_bytes, shorten_name
 
 _BAR = 20  # characters of the longest bar
 _STATUS_STYLE = {"finished": "green", "running": "cyan"}
@@ -40,7 +40,7 @@ def print_report(view: ProfileView | JobView, console: Console) -> None:
     else:
         print_profile(view, console)
     for sentence in view.privacy:
-        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(sentence)}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(tr_sentence(sentence))}", highlight=False)
 
 
 def print_profile(view: ProfileView, console: Console) -> None:
@@ -117,15 +117,23 @@ def _print_finding(kind: str, finding: Finding, console: Console) -> None:
         print_indented(text, console, first="  ", following="    ")
 
 
-def print_indented(text: str, console: Console, first: str = "   ", following: str = "   ") -> None:
+def print_indented(
+    text: str, console: Console, first: str = "   ", following: str = "   ", style: str | None = None
+) -> None:
     """Prints a paragraph that is indented by `first` in its first line, and by `following` in the others."""
-    lines, width = [first], min(console.width, _WIDEST)
+    lines = wrap(text, min(console.width, _WIDEST), first, following)
+    console.print(escape("\n".join(lines)), style=style, highlight=False, soft_wrap=True)
+
+
+def wrap(text: str, width: int, first: str, following: str) -> list[str]:
+    """Returns lines of at most `width` cells, of which a Chinese character takes two; see `print_indented`."""
+    lines = [first]
     for chunk in _CHUNK.findall(text):
         if cell_len(lines[-1]) + cell_len(chunk.rstrip()) > width and lines[-1].strip():
             lines.append(following)
             chunk = chunk.lstrip()
         lines[-1] += chunk
-    console.print(escape("\n".join(line.rstrip() for line in lines)), highlight=False, soft_wrap=True)
+    return [line.rstrip() for line in lines]
 
 
 def more_modules(count: int) -> str:
@@ -152,7 +160,7 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
     if warnings:
         console.print()
     for warning in warnings:
-        console.print(f"[yellow]{tr('warning:')}[/] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]{tr('warning:')}[/] {escape(tr_sentence(warning))}", highlight=False)
 
 
 def table_of(name: str, numbers: tuple[str, ...], words: tuple[str, ...]) -> Table:
@@ -197,7 +205,7 @@ def _print_device(name: str, view: DeviceView, console: Console) -> None:
     print_unattributed(view.unattributed, console)
     _print_phases(view, console)
     if view.failure:
-        console.print(f"\n[red]{tr('out of memory')}:[/] {escape(view.failure)}", highlight=False)
+        console.print(f"\n[red]{tr('out of memory')}:[/] {escape(tr_sentence(view.failure))}", highlight=False)
     console.print()
     for check in view.checks:
         print_check(check, console)
@@ -283,50 +291,57 @@ def _print_columns(columns: Columns, words: tuple[str, ...], console: Console) -
 
 def live_view(live: RunningProfile) -> RenderableType:
     """Renders a running profile, from analysis.live.ProfileFollower.read."""
-    parts: list[RenderableType] = [
-        Text.from_markup(
-            f"[bold]opacus-memprof[/]  process {live.pid} [{_STYLE[live.status]}]{live.status}[/]  "
-            f"step {live.step} (logical step {live.logical_step})  {escape(live.phase)}  "
-            f"[dim]{live.events} events[/]"
-        )
-    ]
+    state = tr(
+        "process {pid} {status}  step {step} (logical step {logical})  {phase}  {events} events",
+        pid=live.pid,
+        status=f"[{_STYLE[live.status]}]{tr(live.status)}[/]",
+        step=live.step,
+        logical=live.logical_step,
+        phase=escape(tr_sentence(live.phase.replace("_", " "))),
+        events=live.events,
+    )
+    parts: list[RenderableType] = [Text.from_markup(f"[bold]opacus-memprof[/]  {state}")]
     if mark := virtual_mark(live.virtual):
-        parts.append(Text(mark, "bold magenta"))
+        parts.append(Text(tr_sentence(mark), "bold magenta"))
     if live.dropped:
-        parts.append(
-            Text(f"{live.dropped} events were lost: the disk is full or too slow, or the event file was full", "yellow")
+        lost = tr(
+            "{count} events were lost: the disk is full or too slow, or the event file was full", count=live.dropped
         )
+        parts.append(Text(lost, "yellow"))
     if live.out_of_memory:
-        parts.append(Text(f"{live.out_of_memory} allocations failed for want of memory", "red"))
+        parts.append(Text(tr("{count} allocations failed for want of memory", count=live.out_of_memory), "red"))
     for name, device in live.devices.items():
         parts += ["", *_device(name, device)]
     if not live.devices:
-        parts.append(Text("nothing is allocated yet", "dim"))
+        parts.append(Text(tr("nothing is allocated yet"), "dim"))
     return Group(*parts)
 
 
 def _device(name: str, device: RunningDevice) -> list[RenderableType]:
     requested, peak = device.requested_bytes, device.peak_bytes
-    parts: list[RenderableType] = [
-        Text.from_markup(
-            f"[bold]{escape(name)}[/]  {format_bytes(requested)} live  {bar(requested, peak)}  "
-            f"peak {format_bytes(peak)} in step {device.peak_step}"
-        )
-    ]
+    sizes = tr(
+        "{size} live  {bar}  peak {peak} in step {step}",
+        size=format_bytes(requested),
+        bar=bar(requested, peak),
+        peak=format_bytes(peak),
+        step=device.peak_step,
+    )
+    parts: list[RenderableType] = [Text.from_markup(f"[bold]{escape(name)}[/]  {sizes}")]
     if device.reserved_peak is not None:
         reserved = device.reserved_peak
-        moment = format_moment(reserved.phase, reserved.step)
-        parts.append(Text(f"largest reserved {format_bytes(reserved.bytes)} in {moment}", "dim"))
+        moment = tr_sentence(format_moment(reserved.phase, reserved.step))
+        largest = tr("largest reserved {size} in {moment}", size=format_bytes(reserved.bytes), moment=moment)
+        parts.append(Text(largest, "dim"))
     if trend := _trend(device.step_ends, device.bytes_per_step):
         parts.append(Text(trend, "dim"))
     if categories := parts_of(device.categories, requested):
-        table = table_of("category", ("bytes", "share"), ("",))
+        table = table_of(tr("category"), (tr("bytes"), tr("share")), ("",))
         for part in categories:
             table.add_row(escape(part.name), part.size, part.share, bar(part.bytes, categories[0].bytes))
         parts += ["", table]
     named = {module: sizes for module, sizes in device.modules.items() if module}
     if modules := groups_of(named, requested, _TOP_MODULES):
-        table = table_of("module", ("bytes", "share"), ("mostly",))
+        table = table_of(tr("module"), (tr("bytes"), tr("share")), (tr("mostly"),))
         for part in modules[:_TOP_MODULES]:
             table.add_row(escape(shorten_name(part.name)), part.size, part.share, escape(part.mostly))
         parts += ["", table]
@@ -341,5 +356,5 @@ def _trend(ends: Sequence[int], slope: int | None) -> str:
     low, high = min(shown), max(shown)
     top = len(_SPARKS) - 1
     line = "".join(_SPARKS[(size - low) * top // (high - low) if high > low else 0] for size in shown)
-    growth = "steady" if slope == 0 else f"{'+' if slope > 0 else ''}{format_bytes(slope)} a step"
-    return f"after each step  {line}  {growth}"
+    growth = tr("{size} a step", size=format_signed_bytes(slope)) if slope else tr("steady")
+    return tr("after each step  {line}  {growth}", line=line, growth=growth)

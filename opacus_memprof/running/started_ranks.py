@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from opacus_memprof.language import tr
 from opacus_memprof.recording.startup import AfterImport, run_in_children
 
 
@@ -28,11 +29,10 @@ def record_started_ranks(directory: Path, device: str, max_events: int) -> None:
 
     def note_fork(_: Mapping[str, Any]) -> None:
         if os.getpid() != pid:
-            print(
-                "opacus-memprof: this rank was forked, and is not recorded: start ranks by the start method spawn, or "
-                "by torchrun",
-                file=sys.__stderr__,
+            forked = tr(
+                "this rank was forked, and is not recorded: start ranks by the start method spawn, or by torchrun"
             )
+            print(f"opacus-memprof: {forked}", file=sys.__stderr__)
 
     before_init_process_group(note_fork)
 

@@ -14,18 +14,23 @@ from pathlib import Path
 import pytest
 import torch
 from babel.messages import mofile, pofile
+from rich.cells import cell_len
 from rich.console import Console
 from torch import nn
 
 import opacus_memprof
 from opacus_memprof import cli, language
+from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, dp_tax, exceeded_limits
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
+from opacus_memprof.reports.diff import diff_markdown, print_diff, print_tax
+from opacus_memprof.reports.oom import print_oom
 from opacus_memprof.reports.text import print_report
 from opacus_memprof.running.program import print_exception
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
-from tests.unit.test_summary import private_profile
+from tests.unit.test_summary import out_of_memory, private_profile
+from tests.unit.test_tax import private_file, profile_in, vanilla_file
 
 PACKAGE = Path(opacus_memprof.__file__).parent
 CATALOGUE = PACKAGE / "locale" / "zh.po"
@@ -136,6 +141,52 @@ def test_no_sentence_of_a_finding_or_a_suggestion_is_missing(file: str) -> None:
     assert missing == []
 
 
+def is_chinese(sentence: str) -> bool:
+    return re.search(r"[\u4e00-\u9fff]", language.tr_sentence(sentence)) is not None
+
+
+SHOWN = (
+    *("cli/debug.py", "cli/experiments.py", "cli/plan.py", "cli/profile.py", "integrations/hub.py", "jobs/progress.py"),
+    *("reports/diff.py", "reports/oom.py", "reports/summary.py", "reports/text.py", "running/*.py", "versions.py"),
+    *("planning/report.py", "planning/table.py", "loop_check/*.py", "experiments/[der]*.py", "experiments/summary.py"),
+    *("analysis/diff.py", "analysis/job.py", "analysis/profile.py", "analysis/device.py", "analysis/torch_snapshot.py"),
+    *("analysis/oom/advice/*.py", "virtual_gpu/describe.py"),
+)
+
+
+def shown_sentences(tree: ast.AST) -> Iterator[str]:
+    """Every sentence of a source that `tr` does not have: neither docstrings, nor the help of options, nor code."""
+    skipped = set()
+    elsewhere = {"tr", "typer.Option", "typer.Argument", "require", "contain", "suggest"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in elsewhere:
+            code = node.args[4:5] if called == "suggest" else [node]
+            skipped.update(id(part) for each in code for part in ast.walk(each))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(id(node.value))
+        elif isinstance(node, ast.Compare):  # with the error of another package
+            skipped.add(id(node.left))
+        elif isinstance(node, ast.JoinedStr):
+            skipped.update(id(part) for part in node.values if isinstance(part, ast.Constant))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in skipped:
+            text = as_printed(node)
+            if not re.search(r"^#|  #|import |=7|\(\.\.\.", text):  # code
+                yield text.strip()
+
+
+@pytest.mark.parametrize("files", SHOWN)
+def test_no_sentence_that_a_command_shows_is_missing(files: str) -> None:
+    paths = list(PACKAGE.glob(files))
+    assert paths
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    found = [text for tree in trees for text in shown_sentences(tree)]
+    sentences = [text for text in found if re.search("(?:[a-z']+ ){4}[a-z']+", text)]
+    with in_language("zh"):
+        missing = [text for text in sentences if not (is_chinese(text) or is_chinese(text.removeprefix("7 ")))]
+    assert missing == []
+
+
 REFUSING = {"MemprofError", "MixingError", "NotCheckedError", "_print_note"}
 
 
@@ -204,6 +255,17 @@ def test_a_sentence_is_translated_with_its_parts() -> None:
         ) == ("物理批次最多 1 个样本（现为 4），逻辑批次不变")
         assert language.tr_sentence("words of nobody") == "words of nobody"
     assert language.tr_sentence(english) == english
+
+
+def test_a_paragraph_is_translated_sentence_by_sentence() -> None:
+    error = "ValueError: not one. You need to call it"  # as a name that stands for two sentences
+    with in_language("zh"):
+        assert language.tr_sentence("Accuracy can differ. Set both.") == "精度可能不同。请两者都设置。"
+        assert language.tr_sentence(f"Opacus stops with {error}.") == f"Opacus 因 {error} 而中止。"
+        assert language.tr_sentence(f"Opacus stops with {error}. Set both.") == (
+            "Opacus 因 ValueError: not one 而中止。You need to call it. 请两者都设置。"
+        )
+        assert language.tr_sentence("Nobody knows this. Set both.") == "Nobody knows this. Set both."
 
 
 def test_translations_have_the_places_of_their_messages() -> None:
@@ -375,3 +437,38 @@ def test_all_tables_of_a_report_in_chinese_have_no_english_sentence() -> None:
     assert re.findall("[A-Za-z]+ [a-z]+ [a-z]+", text) == []
     for title in ("峰值时", "占比", "模块", "请求", "精确"):
         assert title in text
+
+
+def english_words(text: str) -> list[str]:
+    return re.findall("[A-Za-z]+ [a-z]+ [a-z]+", text)
+
+
+def test_what_two_runs_differ_in_has_no_english_sentence(tmp_path: Path) -> None:
+    profiles = []
+    for name, file in (("private", private_file()), ("vanilla", vanilla_file())):
+        profiles.append(profile_in(tmp_path / name, file))
+    profiles[1].status = "killed"
+    said = io.StringIO()
+    console = Console(file=said, width=80)
+    with in_language("zh"):
+        difference = diff_profiles(profiles[1], profiles[0])
+        exceeded = exceeded_limits(difference, GrowthLimit.parse("1%"))
+        print_diff(difference, console, exceeded)
+        print_tax(dp_tax(*profiles), console)
+        said.write(diff_markdown(difference, exceeded))
+    text = said.getvalue()
+    assert english_words(text) == []
+    assert "隐私使峰值变化 +56.00 KiB：有差分隐私 150.00 KiB，没有 94.00 KiB" in text
+    assert "第一次运行的状态为被终止" in text
+    assert "cuda:0 的峰值增长了 56.00 KiB，超过 1%" in text
+
+
+def test_columns_stand_under_one_another_in_chinese() -> None:
+    said = io.StringIO()
+    with in_language("zh"):
+        print_oom(out_of_memory(), Console(file=said, width=80))
+    assert english_words(re.sub("per sample gradients|model parameters", "", said.getvalue())) == []
+    lines = said.getvalue().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("按类别占用"))
+    assert len({cell_len(line.rstrip()) for line in lines[at : at + 2]}) == 1
+    assert max(map(cell_len, lines)) <= 80

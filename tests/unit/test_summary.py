@@ -346,7 +346,7 @@ def test_memory_that_ran_out_in_chinese() -> None:
     with in_language("zh"):
         found = lines(print_failure, out_of_memory())
     assert "内存不足 发生在第 0 步的反向传播，设备 cpu" in found
-    assert "为 per sample gradients of head 分配 12.00 MiB 失败" in found
+    assert "为模块 head 的 per sample gradients 分配 12.00 MiB 失败" in found
     assert "没有已知的修改能让它放得下。" in found
 
 
