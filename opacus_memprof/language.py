@@ -151,7 +151,7 @@ def localized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Returns the text with what `ESCAPED` puts in place of characters that the encoding does not have."""
+    """Returns the text, in which `ESCAPED` has replaced characters that the encoding does not have."""
     return text.encode(encoding or "utf-8", ESCAPED).decode(encoding or "utf-8")
 
 

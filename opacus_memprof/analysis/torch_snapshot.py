@@ -114,7 +114,7 @@ class TorchSnapshot:
         write_profile(profile, directory)
 
     def _live(self) -> Array:
-        """Returns the live blocks, with the fields of entries and their requested sizes."""
+        """Returns the live blocks as entries of a trace, with requested sizes."""
         states = [self._text_index(state) for state in LIVE_STATES]
         blocks = self._blocks[np.isin(self._blocks["state"], states)]
         live = np.zeros(len(blocks), _ENTRY)

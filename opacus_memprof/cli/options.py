@@ -213,13 +213,13 @@ _SYNONYMS = {
 
 
 def normalized(name: str) -> str:
-    """Returns the name of an option, without its dashes, or of a choice, with - and with _ alike."""
+    """Returns an option's name (without leading dashes), or a choice, with - instead of _."""
     name = name.replace("_", "-")
     return _VALUES.get(name, name)
 
 
 def current_name(name: str) -> str:
-    """Returns the same, and for other spellings of an option its name."""
+    """Returns the name of an option as `normalized` does, also for its older spellings."""
     name = normalized(name)
     return _SYNONYMS.get(name, name)
 

@@ -59,7 +59,7 @@ class Row:
 
     @property
     def finished(self) -> bool:
-        """Whether it has finished: only then can time and peak be compared."""
+        """Whether the run has finished. Only then can its time and peak be compared with others."""
         return self.result.status == "finished"
 
     @property

@@ -123,7 +123,7 @@ class _Model:
         return sum(bool(module._parameters) for _, module in self._inside(name)) > 1
 
     def _role(self, name: str) -> str:
-        """Returns the component of a Linear."""
+        """Returns the component that a Linear belongs to, by its place, its name or its sizes."""
         block = self._block_of(name)
         width, to = self._linears[name]
         if not block and to == self._vocabulary != width:

@@ -2,7 +2,7 @@
 """Finds the owners of blocks that no hook has claimed, among modules and optimizers that are not attached.
 
 Examples are a second model, a copy of the model with averaged parameters, and an optimizer of tensors that are in no
-module. A search through the heap takes about a tenth of a second, so it needs a reason, and time between two of them.
+module. A search goes through the heap and takes about a tenth of a second, so it only runs for much memory, and rarely.
 """
 
 import gc

@@ -119,7 +119,7 @@ class RunFacts:
 
 
 def has_changed(environment: Mapping[str, str]) -> bool:
-    """Returns whether this process has other environment variables than these, whatever SET_BY_TORCH is."""
+    """Returns whether the environment variables of this process differ from these, except SET_BY_TORCH."""
     names = {*environment, *os.environ} - {SET_BY_TORCH}
     return any(environment.get(name) != os.environ.get(name) for name in names)
 

@@ -377,7 +377,7 @@ def make_cells(
 
 
 def _change(combination: tuple[tuple[int, str], tuple[int, str | None], str | None]) -> int:
-    """Returns the effort of a combination, for sorting."""
+    """Returns how much of the program a combination changes: smaller numbers are smaller changes."""
     (gpu, _), (mode, _), settings = combination
     changed = _OF_MODE * (mode > 0) + _OF_SETTINGS * (settings not in (None, _DEFAULT))
     return _OF_GPU * gpu + changed

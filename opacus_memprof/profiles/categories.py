@@ -6,9 +6,8 @@ whose numbers are part of the event file's format, and with the table in docs/ca
 
 Related categories have related hues. Model state is blue, memory that autograd saves green, memory that only privacy
 needs red to purple, temporaries yellow, communication and libraries turquoise, the rest grey. A search in OKLab
-(Ottosson 2020) chose hues, lightness and chroma for the largest smallest distance between two categories, as people see
-them with normal vision, protanopia and deuteranopia (Machado et al. 2009). The colours work on light and dark
-backgrounds.
+(Ottosson 2020) chose hues, lightness and chroma that maximize the smallest distance between two categories, for people
+with normal vision, protanopia and deuteranopia (Machado et al. 2009). The colours work on light and dark backgrounds.
 """
 
 from collections.abc import Iterable, Mapping

@@ -75,7 +75,7 @@ def format_bytes(size: int) -> str:
 def column_format(sizes: Iterable[int]) -> Callable[[int], str]:
     """Returns a function that formats the sizes of a table in one unit, as `format_bytes` does.
 
-    This is the unit of the largest size, or the next smaller one if numbers stay short and small sizes keep digits.
+    This is the unit of the largest size, or the next smaller one if small sizes would otherwise be rounded to 0.
     """
     present = [abs(size) for size in sizes if size]
     if in_megabytes.get() or not present:

@@ -61,7 +61,10 @@ def _functions(file: str) -> list[ast.AST]:
 
 @cache
 def _follow(file: str, line: int) -> str:
-    """Returns "decides", "harmless" or "returned" for a value that the statement at a line reads."""
+    """Returns what the program does with a value that it reads at a line.
+
+    "decides" if a branch or loop may depend on it, "returned" if the function returns it, otherwise "harmless".
+    """
     around = [each for each in _functions(file) if isinstance(each, ast.Module) or _covers(each, line)]
     if not around:
         return "decides"  # there is no source

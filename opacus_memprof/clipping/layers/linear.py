@@ -93,14 +93,14 @@ class MatrixLayer(Layer):
         return self._keep_gradients if kept.pair is None else self._keep_pair_with_norms
 
     def _keep_pair(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the pair, and defers the weight's norms."""
+        """Keeps the input and the output's gradient, and defers the norms of the weight."""
         kept = self._keep_bias(x, g, workspace)
         kept.pair = (x, g)
         kept.norms[self.weight()] = None
         return kept
 
     def _keep_pair_with_norms(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
-        """Keeps the pair, and computes the norms that are not deferred."""
+        """Keeps the input and the output's gradient, and computes the norms that are not deferred."""
         kept, choice = self._keep_bias(x, g, workspace), self._choice(x, g, keep=True)
         assert choice is not None
         self._keep_norms(kept, x, g, choice, workspace)

@@ -222,7 +222,7 @@ class Holders:
             self.add_class(type(hook))
 
     def _add(self, value: Any, depth: int) -> bool:
-        """Adds the holders in a value. Returns whether it has any."""
+        """Adds the lists, mappings and objects in a value. Returns whether it has any."""
         if depth == 0 or value is None or type(value) in (bool, int, float, str):
             return False
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
