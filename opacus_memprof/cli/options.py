@@ -40,7 +40,7 @@ PANELS = {
         *("device", "gpu", "memory", "gpus", "nproc", "executor", "launcher", "launcher_option", "pause"),
         *("virtual_gpu", "virtual_memory", "virtual_gpus", "virtual_ranks", "rank", "no_weights"),
     ),
-    "Results": ("output", "results_dir", "resume", "detailed", "run_all", "max_events"),
+    "Results": ("output", "gather", "results_dir", "resume", "detailed", "run_all", "max_events"),
 }
 _PANEL = {parameter: panel for panel, parameters in PANELS.items() for parameter in parameters}
 

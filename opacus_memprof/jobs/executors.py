@@ -17,6 +17,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.optional import require
 
 _ATTEMPTS = 3
+_FINAL = {"KilledWorker"}  # Dask has run the call again itself, as often as its `allowed-failures` says
 
 Result = TypeVar("Result")
 _POLL_SECONDS = 1.0
@@ -37,8 +38,14 @@ def executor_of(name: str) -> "PersistentExecutor":
     Raises:
         MemprofError: there is no such executor, or it cannot be made.
     """
-    make = {"dask": _dask, "ray": _Ray}.get(name) or partial(_imported, name)
-    return PersistentExecutor(make)
+    make = {"dask": _Dask, "ray": _Ray}.get(name) or partial(_imported, name)
+    try:
+        return PersistentExecutor(make)
+    except MemprofError:
+        raise
+    except Exception as error:  # a scheduler that does not answer, or a module of the user
+        why = f"{type(error).__name__}: {error}"
+        raise MemprofError(f"the executor {name} cannot be made ({why}): correct its name or its address") from error
 
 
 class PersistentExecutor(Executor):
@@ -95,7 +102,7 @@ class PersistentExecutor(Executor):
         error = attempt.exception()
         if error is None:
             future.set_result(attempt.result())
-        elif isinstance(error, MemprofError) or not attempts or self._closed:
+        elif isinstance(error, MemprofError) or type(error).__name__ in _FINAL or not attempts or self._closed:
             future.set_exception(error)
         else:
             if isinstance(error, BrokenExecutor):
@@ -118,34 +125,46 @@ def _imported(path: str) -> Executor:
             f"{path!r} is not an executor: choose local, submitit, dask, ray, or module:callable, which returns a "
             "concurrent.futures.Executor"
         )
-    try:
-        found: Any = importlib.import_module(module)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-        executor = found()
-    except Exception as error:  # the module is the user's
-        raise MemprofError(f"the executor {path} cannot be made ({type(error).__name__}: {error})") from error
+    found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
+    executor = found()
     if not isinstance(executor, Executor):
         raise MemprofError(f"{path} returns a {type(executor).__name__}: return a concurrent.futures.Executor")
     return executor
 
 
-def _dask() -> Executor:
-    distributed = require("distributed", "runs on Dask")
-    executor: Executor = distributed.Client().get_executor(retries=0)
-    return executor
+class _Dask(Executor):
+    """Calls as tasks of Dask, each of its own: Dask would answer a call that it has seen with its earlier result."""
+
+    def __init__(self) -> None:
+        self._client = require("distributed", "runs on Dask").Client()
+        self._executor = self._client.get_executor(retries=0, pure=False)
+        self._max_workers = max(1, sum(self._client.ncores().values()))
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":
+        future: Future[Result] = self._executor.submit(fn, *args, **kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if wait or cancel_futures:
+            self._executor.shutdown(wait=not cancel_futures)
+            self._client.close()
 
 
 class _Ray(Executor):
-    """Calls as tasks of Ray."""
+    """Calls as tasks of Ray, each with a GPU if there are any, because Ray hides them from tasks that ask for none."""
 
     def __init__(self) -> None:
         self._ray = require("ray", "runs on Ray")
         self._ray.init(ignore_reinit_error=True, log_to_driver=False)
+        resources = self._ray.cluster_resources()
+        self._options = {"max_retries": 0, "num_gpus": min(1, int(resources.get("GPU", 0)))}
+        self._max_workers = max(1, int(resources.get("GPU" if self._options["num_gpus"] else "CPU", 1)))
         self._tasks: list[Any] = []
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":
-        task = self._ray.remote(max_retries=0)(_call).remote(partial(fn, *args, **kwargs))
+        task = self._ray.remote(**self._options)(_call).remote(partial(fn, *args, **kwargs))
         self._tasks.append(task)
         future: Future[Result] = task.future()
         return future

@@ -4,6 +4,7 @@
 import importlib.util
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -40,6 +41,13 @@ def dies_at_first(folder: str, times: int, number: int) -> int:
         except FileExistsError:
             continue
         os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def raises_at_first(folder: str, number: int) -> int:
+    if not Path(folder, "raised").exists():
+        Path(folder, "raised").touch()
+        raise OSError("a disk that is not mounted yet")
     return number * number
 
 
@@ -114,8 +122,23 @@ def test_schedulers(name: str, tmp_path: Path) -> None:
             executor_of(name)
         return
     executor = executor_of(name)
-    assert executor.submit(pow, 3, 4).result(120) == 81
+    assert executor.workers >= 1
+    if name == "ray":  # whose workers do not find this module
+        importlib.import_module("ray.cloudpickle").register_pickle_by_value(sys.modules[__name__])
+    again = executor.submit(raises_at_first, str(tmp_path), 7)
+    killed = [executor.submit(dies_at_first, str(tmp_path), int(number == 1), number) for number in range(3)]
+    assert [future.result(120) for future in [again, *killed]] == [49, 0, 1, 4]
     executor.shutdown()
+
+
+def test_a_scheduler_that_does_not_answer() -> None:
+    pytest.importorskip("distributed")
+    unreachable = {"scheduler-address": "tcp://127.0.0.1:1", "distributed.comm.timeouts.connect": "0.2s"}
+    with (
+        importlib.import_module("dask.config").set(unreachable),
+        pytest.raises(MemprofError, match=r"the executor dask cannot be made \(OSError: Timed out"),
+    ):
+        executor_of("dask")
 
 
 def test_a_plan_s_runs_go_to_the_executor(tmp_path: Path) -> None:
