@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs, and what they are made of."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -82,6 +83,21 @@ class Graph(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+class RoundedAnew(torch.autograd.Function):
+    """The identity. Its backward rounds otherwise in every call, as kernels with atomic operations do, but more."""
+
+    calls = itertools.count(1)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(g.numel(), dtype=g.dtype).view_as(g)
+        return g * (1 + 1e-9 * torch.sin(places * places + next(RoundedAnew.calls)))
 
 
 def scales(size: int) -> torch.Tensor:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.layers import GenericLayer
+from opacus_memprof.clipping.proof.prover import Prover
+from tests.exactness.program import RoundedAnew
 from tests.integration.flash_clip_models import (
     Transformer,
     convnet,
@@ -87,6 +90,33 @@ def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
     for name, expected in results[0].items():
         assert results[1][name].dtype == torch.float32
         assert float((results[1][name] - expected).norm() / expected.norm()) < 0.02, name
+
+
+class RoundedAnewMlp(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = RoundedAnew.apply(super().forward(x))
+        return output
+
+
+def test_rounding_that_is_new_in_each_run_repeats_no_module() -> None:
+    """Kernels with atomic operations round so, and layers that a proof doubts are repeated, which is slow."""
+    torch.manual_seed(0)
+    private = make_private(RoundedAnewMlp(*mlp()).double(), vector_data(12), "flash_clip")
+    train(private, steps=3)
+    assert not any(isinstance(layer, GenericLayer) for layer in private[0].registry.layers())
+
+
+def test_a_check_that_fails_is_followed_by_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check runs a part of the batch, and the proof after it the whole batch."""
+    torch.manual_seed(0)
+    private = make_private(mlp().double(), vector_data(64), "flash_clip")
+    train(private, steps=1)
+    failed: list[int] = []
+    monkeypatch.setattr(Prover, "is_mixing", lambda self, digit: not failed.append(self.program.batch))
+    train(private, steps=2)
+    assert failed
+    assert failed[0] < private[0].layer_hooks.batch
+    assert private[0].last_situation.share == 1
 
 
 def test_evaluation_is_untouched() -> None:

@@ -191,8 +191,8 @@ FAULTS = [
     Fault(
         "net_is_not_asked",
         "optimizers/optimizer.py",
-        "            self._check_sums()\n",
-        "            pass\n",
+        "        self._check_sums()\n",
+        "        pass\n",
         "A sum that is larger than its samples allow is taken.",
         integration(f"{_NET}::factors_that_are_too_large"),
     ),

@@ -3,6 +3,8 @@
 
 from tests.planted_faults.fault import Fault, integration, programs
 
+_MODULE = "flash_clip_module"
+
 FAULTS = [
     Fault(
         "outputs_are_not_compared",
@@ -149,10 +151,26 @@ FAULTS = [
         programs("hook_forward_replaced_slightly"),
     ),
     Fault(
+        "rounding_is_not_measured",
+        "proof/prover.py",
+        "        self.is_measured = True\n        for other in (again() for _ in range(_MEASURED)):",
+        "        self.is_measured = True\n        for other in ():",
+        "Layers behind kernels that round otherwise in every run are repeated, or the model is refused.",
+        integration(f"{_MODULE}::rounding_that_is_new_in_each_run_repeats_no_module"),
+    ),
+    Fault(
+        "any_rounding_is_allowed",
+        "proof/recorder.py",
+        "_MORE * (min(a.rounding, tolerance)",
+        "1e4 * (min(a.rounding, tolerance)",
+        "Weak mixing hides below rounding that is measured.",
+        programs("precision_rounds_anew_and_mixes"),
+    ),
+    Fault(
         "mixing_is_not_proved",
         "proof/situations.py",
-        "        doubts = prover.mixing()",
-        "        doubts = prover.mixing()[:0]",
+        "        doubts = prover.mixing(runs_jointly=self.agreement is not None)",
+        "        doubts = prover.mixing(runs_jointly=self.agreement is not None)[:0]",
         "Layers that get something else when other samples change are accepted.",
         programs("single_input_of_later"),
     ),

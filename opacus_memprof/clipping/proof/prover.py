@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from opacus_memprof.clipping.proof.recorder import (
     agree,
     far_apart,
     first_difference,
+    measured,
 )
 from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.clipping.workspace import Workspace
@@ -50,7 +52,8 @@ from opacus_memprof.errors import MemprofError
 
 _FEW = 16
 """Batches of up to so many samples are tested with twice as many kinds of other values."""
-
+_MEASURED = 2
+"""Runs that measure rounding. One may differ from the base by little, by chance."""
 
 _Recorded = TypeVar("_Recorded")
 
@@ -139,8 +142,11 @@ class Prover:
         self.changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
-    def mixing(self) -> list[Doubt]:
+    def mixing(self, runs_jointly: bool = False) -> list[Doubt]:
         """Returns the layers whose data for a sample changes when other samples change or are missing.
+
+        Args:
+            runs_jointly: whether other ranks run the same forwards, so that this rank may not run more of them.
 
         Raises:
             MixingError: an output depends on other samples.
@@ -154,6 +160,8 @@ class Prover:
         # sample.
         if bases[True].outputs and bases[True].has_shared:
             bases[False] = self._backward(leaves, structure, whole, False)
+        for shared, base in bases.items() if runs_jointly else ():
+            base.measure_rounding(partial(self._backward, leaves, structure, whole, shared))
         plans = [(plan, (i + i // 4) % VARIANTS) for i, plan in enumerate(halves(batch) * (2 if batch <= _FEW else 1))]
         for n in {0, batch - 1}:
             plans += [([i == n for i in range(batch)], SMALL), ([i != n for i in range(batch)], LARGE)]
@@ -163,7 +171,8 @@ class Prover:
                 continue
             shared = len(bases) == 1 or (i // 2) % 2 == 0
             other = self._changed(self._backward, leaves, structure, kept, variant, i, shared)
-            doubts = self._compare(bases[shared], other, kept, no_leak=not (shared and other.has_shared))
+            again = partial(self._backward, leaves, structure, whole, shared)
+            doubts = self._compare(bases[shared], other, kept, not (shared and other.has_shared), again)
             if doubts:
                 return doubts
         return self._smaller(leaves, structure, bases[len(bases) == 1])
@@ -182,12 +191,16 @@ class Prover:
         first = 2 * digit % len(plans)
         wheres = self.program.wheres
         shared = digit % 2 == 0 or None not in wheres or not any(wheres)
-        base = self._record(leaves, structure, torch.ones(self.program.batch, dtype=torch.bool), shared)
+        whole = torch.ones(self.program.batch, dtype=torch.bool)
+        base = self._record(leaves, structure, whole, shared)
         for i in (first, first + 1):
             kept = torch.tensor(plans[i])
             other = self._changed(self._record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
-            if not agree(base, other, kept, no_leak=not (shared and None in wheres)):
-                return True
+            no_leak = not (shared and None in wheres)
+            if not agree(base, other, kept, no_leak):
+                again = self._record(leaves, structure, whole, shared)
+                if not agree(base, other, kept, no_leak, again):
+                    return True
         return False
 
     def check_carried(self) -> None:
@@ -265,7 +278,7 @@ class Prover:
             )
         if not of_whole.is_same(of_part):
             return []
-        return self._compare(base.first(count), other, kept[:count], no_leak=False)
+        return self._differences(base.first(count), other, kept[:count], no_leak=False)
 
     def _changed(
         self,
@@ -346,7 +359,28 @@ class Prover:
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
 
-    def _compare(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
+    def _compare(
+        self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool, again: Callable[[], _Run]
+    ) -> list[Doubt]:
+        """Returns the layers whose data for kept samples differs, by more than rounding.
+
+        If there is a difference, rounding is measured first: `again` runs the base once more.
+
+        Raises:
+            MixingError: an output differs.
+        """
+        try:
+            doubts = self._differences(base, other, kept, no_leak)
+        except MixingError:
+            if base.is_measured:
+                raise
+        else:
+            if not doubts or base.is_measured:
+                return doubts
+        base.measure_rounding(again)
+        return self._differences(base, other, kept, no_leak)
+
+    def _differences(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
         for a, b in zip(base.outputs, other.outputs, strict=True):
             if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):
                 raise MixingError(
@@ -441,6 +475,7 @@ class _Run:
         recorder: the data that reached the layers.
         trace: the order in which layers were called.
         patterns: the patterns of the outputs' graph.
+        is_measured: whether the rounding of its kernels was measured.
     """
 
     outputs: list[Rows]
@@ -451,6 +486,16 @@ class _Run:
     recorder: RowRecorder
     trace: list[Layer | None]
     patterns: list[int]
+    is_measured: bool = False
+
+    def measure_rounding(self, again: Callable[[], _Run]) -> None:
+        """Stores the differences from more runs of the same batch, as far as these run the same layers."""
+        self.is_measured = True
+        for other in (again() for _ in range(_MEASURED)):
+            mine, others = self.recorder.records, other.recorder.records
+            if [each.layer for each in mine] == [each.layer for each in others]:
+                self.outputs = measured(self.outputs, other.outputs)
+                self.recorder.records = [a.measured(b) for a, b in zip(mine, others, strict=True)]
 
     def first(self, count: int) -> _Run:
         """Returns the results of the first samples alone, without gradients of a loss that all samples share.

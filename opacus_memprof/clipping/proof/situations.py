@@ -197,14 +197,15 @@ class Situations:
         drawn = Random(situation.forwards).sample(range(batch), count)
         leaves, structure = tree_flatten((args, kwargs))
         some = [leaf[sorted(drawn)] if has_samples(leaf, batch) else leaf for leaf in leaves]
-        part: Any = tree_unflatten(some, structure)
+        some_args, some_kwargs = tree_unflatten(some, structure)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.run(entry, args, kwargs)
 
         self.hooks.layouts, self.hooks.plain = situation.layouts, situation.plain
-        args, kwargs = part
-        program = Program(entry, run, self.hooks, args, kwargs, count, count, random, situation.wheres, self.trained)
+        program = Program(
+            entry, run, self.hooks, some_args, some_kwargs, count, count, random, situation.wheres, self.trained
+        )
         prover = Prover(program, self.workspace)
         has_sums = has_sums_checked(self.check, situation.forwards)
         try:
@@ -277,7 +278,7 @@ class Situations:
         elif count < batch:
             leaves = [leaf[:count] if has_samples(leaf, batch) else leaf for leaf in leaves]
         prover = self._prover(probe, situation, random, leaves, count)
-        doubts = prover.mixing()
+        doubts = prover.mixing(runs_jointly=self.agreement is not None)
         if doubts:
             return doubts
         if not self.units.is_sharded:

@@ -7,7 +7,7 @@ They show whether another tensor has the same bits for a sample, and if not, how
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Rows:
         projections: products with random vectors, [B, 4], whose differences are about as large as those of the samples.
         norms: Euclidean norms, [B].
         largest: the largest absolute values, [B].
+        rounding: the largest relative difference of a sample between two runs of the same batch, if it was measured.
     """
 
     shape: torch.Size
@@ -41,6 +42,7 @@ class Rows:
     projections: torch.Tensor
     norms: torch.Tensor
     largest: torch.Tensor
+    rounding: float = 0.0
 
     @classmethod
     @torch.no_grad()
@@ -60,8 +62,16 @@ class Rows:
 
     def first(self, count: int) -> Rows:
         """Returns the summary of the first samples, which keeps the shape of all."""
-        parts = (self.bits, self.projections, self.norms, self.largest)
-        return Rows(self.shape, self.dtype, *(part[:count] for part in parts))
+        bits, projections, norms, largest = (
+            part[:count] for part in (self.bits, self.projections, self.norms, self.largest)
+        )
+        return Rows(self.shape, self.dtype, bits, projections, norms, largest, self.rounding)
+
+    def measured(self, again: Rows) -> Rows:
+        """Returns the summary with the rounding that another run of the same batch shows, if it is larger."""
+        if not len(self.bits):
+            return self
+        return replace(self, rounding=max(self.rounding, float(self.differences(again).amax())))
 
     def differences(self, other: Rows) -> torch.Tensor:
         """Returns the samples' distances from those of `other`, relative to their norms, [B]; 0 for the same bits."""

@@ -7,6 +7,7 @@ checked again.
 
 import ctypes
 import enum
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -195,11 +196,11 @@ def _program(name: str) -> Program:
 def _seen_by_a_check() -> Program:
     """A number in memory that the program shares with a tensor. Only the second step's check of mixing sees it."""
     unseen = ctypes.c_double(0.0)
-    share = torch.frombuffer(unseen, dtype=torch.float64)
+    shares = itertools.repeat(torch.frombuffer(unseen, dtype=torch.float64))  # the values of a program's own are seen
 
     def built() -> Between:
         unseen.value = 0.0
-        return Between(lambda m, h: h - share * h.detach().mean(0))
+        return Between(lambda m, h: h - next(shares) * h.detach().mean(0))
 
     return Program(
         "hidden_unseen_number_mixes_at_a_check",
