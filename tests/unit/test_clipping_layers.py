@@ -97,9 +97,7 @@ def test_any_ceiling_gives_the_same_result(case: Case, size: int) -> None:
     run.check_sums(Workspace(size))
 
 
-@pytest.mark.parametrize(
-    "name", ["linear_3d_short", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "group_norm"]
-)
+@pytest.mark.parametrize("name", ["linear_3d_short", "embedding", "rms_norm", "conv1d", "conv2d", "group_norm"])
 def test_a_ceiling_below_one_unit_of_work_is_refused(name: str) -> None:
     run = Backward(next(c for c in CASES if c.name == name), 5)
     with pytest.raises(MemprofError, match=r"needs .* MiB; raise flash_clip_workspace_mb"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.kernels.norm_bounds import lost_digits
-from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms
+from opacus_memprof.clipping.kernels.norms import _tiled_sums, gram_squared_norms, squared_norms
 from opacus_memprof.clipping.layers import LAYERS, shared
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
@@ -323,3 +323,26 @@ def test_a_sample_whose_tokens_cancel_contributes_what_it_may(
         norm = torch.stack([p.grad.norm() for p in by_hand.parameters() if p.grad is not None]).norm()
         torch.testing.assert_close(norms[0].double(), norm, rtol=5e-4, atol=0)
         assert 0.3 * (1 - 1e-3) <= contribution <= 0.3 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    "is_first", [True, False]
+)  # a layer keeps later tensors of the same shapes by another function
+@pytest.mark.parametrize("size", [2, 9])  # below and above the size of what small layers process together
+@pytest.mark.parametrize("mode", ["keep", "keep_norms"])
+def test_layer_norm_whose_tokens_cancel(mode: str, size: int, is_first: bool) -> None:
+    """A sample's gradient is as exact with many samples as with few, so that it does not change when one leaves."""
+    torch.manual_seed(0)
+    x, g, half = torch.randn(size, 128, 64), torch.randn(size, 128, 64), 64
+    x[:, half:], g[:, half:] = x[:, :half], -g[:, :half]
+    g = 1e7 * g + torch.randn(size, 128, 64)
+    module = nn.LayerNorm(64)
+    layer = LAYERS[nn.LayerNorm]("layer", module)
+    own = getattr(layer, mode)
+    kept = own(x, g, Workspace.from_mib(1))
+    if not is_first:
+        kept = own(x, g, Workspace.from_mib(1))
+    expected = (torch.layer_norm(x.double(), (64,)) * g.double()).sum(1)
+    norms = kept.norms[module.weight]
+    found = squared_norms(kept.stacks[module.weight]) if norms is None else norms
+    torch.testing.assert_close(found.double(), expected.square().sum(1), rtol=1e-4, atol=0)

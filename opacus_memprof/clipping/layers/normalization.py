@@ -17,7 +17,7 @@ from opacus_memprof.clipping.forwards.repetition import repeating
 from opacus_memprof.clipping.kernels.native import layer_norm_gradients_cpu
 from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
-from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
+from opacus_memprof.clipping.workspace import CPU_DTYPES, Workspace, accumulation_dtype, slices
 
 
 class _LastDimensionsNorm(Layer):
@@ -89,12 +89,32 @@ class LayerNormLayer(_LastDimensionsNorm):
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return torch.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
 
+    def small_gradients(self, x: torch.Tensor | None, g: torch.Tensor, workspace: Workspace) -> dict[str, torch.Tensor]:
+        if x is None or not self.is_trainable("weight") or not self._accumulates_in_float64(g):
+            return super().small_gradients(x, g, workspace)
+        g = g.reshape(len(g), g.shape[1:-1].numel(), g.shape[-1])
+        x = x.reshape(g.shape).to(g.dtype)
+        stacks = [torch.empty(len(g), g.shape[-1], dtype=g.dtype) for _ in range(2)]
+        for n in slices(len(g), max(1, workspace.fit(2 * g[:1].nbytes, len(g)))):
+            parts = layer_norm_gradients_cpu(x[n].contiguous(), g[n].contiguous(), self.module.eps)
+            for stack, part in zip(stacks, parts, strict=True):
+                stack[n] = part
+        return {name: s for name, s in zip(("bias", "weight"), stacks[::-1], strict=True) if self.is_trainable(name)}
+
+    def _accumulates_in_float64(self, g: torch.Tensor) -> bool:
+        """Returns whether gradients are found by one call into C++, whatever the number of samples.
+
+        In float32, a sum over tokens that cancel would differ from that of a smaller batch.
+        """
+        return len(self.module.normalized_shape) == 1 and not has_kernels(g) and g.is_cpu and g.dtype in CPU_DTYPES
+
     def keep_function(
         self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
     ) -> KeepFunction | None:
         own = super().keep_function(kept, x, g, workspace)
-        is_in_one_call = own is not None and not has_kernels(x) and is_small(x) and is_small(g)
-        return self._keep_stacks_cpu if is_in_one_call else own
+        if own is None or not self._accumulates_in_float64(g):
+            return own
+        return self._keep_stacks_cpu if is_small(x) and is_small(g) else None
 
     def _keep_stacks_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """Does the same as `_keep_stacks`, for small tensors, in one call into C++."""

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tests.exactness.judge import Batch, Step, step
 from tests.exactness.program import Graph, Program, scales
+from tests.exactness.tensors import select
 
 _SIZES = {  # of the large terms, and of what remains of them
     torch.float32: (1e8, 8192.0),
@@ -154,7 +155,27 @@ def _normalized(tokens: int, spread: float, centered: bool) -> Callable[[], list
     return steps
 
 
+def _opposing_tokens() -> list[Step]:
+    """Tokens in pairs that cancel, in a batch that is small without one of its samples (see layers/small_layers.py).
+
+    A layer keeps tensors by another function when it sees their shapes for the second time.
+    """
+    x, g = torch.randn(2, 9, 200, 40, dtype=torch.float64)
+    x[:, 100:], g[:, 100:] = x[:, :100], -g[:, :100]
+    g = 1e7 * g + torch.randn(g.shape, dtype=torch.float64)
+    batch = {"x": x.float().double(), "g": g.float().double()}
+    return [step(batch), step(select(batch, list(range(8)))), step(batch)]
+
+
 PROGRAMS = [
+    Program(
+        "cancel_layer_norm_in_two_ways",
+        lambda: Graph(lambda m, x: m.a(x), a=nn.LayerNorm(40)),
+        _opposing_tokens,
+        "exact",
+        _weighted,
+        {"dtype": torch.float32},
+    ),
     *(
         Program(
             f"cancel_{kind}_{_NAMES[dtype]}",
