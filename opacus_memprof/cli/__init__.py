@@ -12,7 +12,7 @@ from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment,
 from opacus_memprof.cli.look import ReportCommand, diff, mcp, merge, report, tax
 from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
-from opacus_memprof.cli.profile import doctor, run, top
+from opacus_memprof.cli.profile import attach, doctor, run, top
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import ESCAPED, current_language, tr_sentence
 from opacus_memprof.versions import VERSION
@@ -33,6 +33,7 @@ app = typer.Typer(
 # Options after the script belong to the script.
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(run)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(plan)
+app.command(rich_help_panel=PROFILE_PANEL)(attach)
 app.command("replay", rich_help_panel=PROFILE_PANEL)(replay_command)
 app.command(context_settings={"allow_interspersed_args": False}, rich_help_panel=PROFILE_PANEL)(doctor)
 app.command(cls=ReportCommand, rich_help_panel=LOOK_PANEL)(report)

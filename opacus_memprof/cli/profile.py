@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`opacus-memprof run`, `top` and `doctor`: profile a script, follow a running profile, check what works here."""
+"""`opacus-memprof run`, `attach`, `top` and `doctor`: profile a program, follow a running profile, check this place."""
 
+import os
+import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +18,14 @@ from rich.text import Text
 from opacus_memprof.cli.options import DeviceName, VirtualGpuOptions, with_groups
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import tr, tr_sentence
-from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, DEFAULT_MAX_EVENTS, MOST_EVENTS, check_address, claim
+from opacus_memprof.profiles.directory import (
+    DEFAULT_DIRECTORY,
+    DEFAULT_MAX_EVENTS,
+    EVENTS,
+    MOST_EVENTS,
+    check_address,
+    claim,
+)
 from opacus_memprof.profiles.units import format_count
 from opacus_memprof.running.environment import Level, examine, reads_only
 from opacus_memprof.running.program import Program
@@ -55,6 +66,103 @@ def run(
     if gather is not None:
         check_address(gather)
     ProgramRecording(claim(output), device, max_events, gather).record(program)
+
+
+def attach(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="Id of the process.", min=1)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the profile.")] = Path(
+        DEFAULT_DIRECTORY
+    ),
+    seconds: Annotated[
+        float | None, typer.Option(help="How long to record. Default: until Ctrl-C.", show_default=False, min=0.1)
+    ] = None,
+) -> None:
+    """Record a program that runs already, from now on, and print a summary. The program goes on without the profiler.
+
+    Needs Python 3.14 here and in the program, of which both must have this package.
+    """
+    from opacus_memprof.analysis.job_view import load_view
+    from opacus_memprof.analysis.profile import is_being_written
+    from opacus_memprof.reports.summary import print_summary
+
+    _refuse_to_attach(pid)
+    output = output.absolute()
+    _execute(pid, f"begin_recording({str(output)!r})")
+    print(
+        f"recording process {pid} into {output}: {f'for {seconds:g} s, or ' if seconds else ''}until Ctrl-C", flush=True
+    )
+    end = time.monotonic() + (seconds or float("inf"))
+    with suppress(KeyboardInterrupt):
+        while is_being_written(output) and time.monotonic() < end:
+            time.sleep(0.2)
+    if is_being_written(output):  # otherwise the process has ended
+        _execute(pid, "end_recording()")
+    print_summary(load_view(output), Console())
+
+
+def _refuse_to_attach(pid: int) -> None:
+    process = Path(f"/proc/{pid}")
+    try:
+        mapped = (process / "maps").read_text(encoding="utf-8", errors="replace")
+        files = list((process / "fd").iterdir())
+    except PermissionError:
+        raise MemprofError(f"process {pid} is another user's: attach as that user") from None
+    except OSError:
+        raise MemprofError(f"there is no process {pid}, or it has just ended: give the id of a running one") from None
+    for file in files:
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(file).endswith(f"/{EVENTS}"):
+                raise MemprofError(f"process {pid} is being profiled already: follow it by `opacus-memprof top {pid}`")
+    if "libtorch" not in mapped:
+        raise MemprofError(f"process {pid} has not loaded torch: attach to it when it trains")
+    if not hasattr(sys, "remote_exec"):
+        here = ".".join(map(str, sys.version_info[:2]))
+        raise MemprofError(f"attach needs Python 3.14, and this is {here}: start the program by `opacus-memprof run`")
+
+
+def _refuse_if_ended(pid: int) -> None:
+    with suppress(OSError):
+        if Path(f"/proc/{pid}/maps").read_bytes():  # none of a process whose parent has not noticed its end
+            return
+    raise MemprofError(f"process {pid} has ended: give the id of a running one")
+
+
+_ANSWER_SECONDS = 60.0  # a step of a large model, in which the main thread may be in one call
+
+
+def _execute(pid: int, call: str) -> None:
+    """Calls a function of `opacus_memprof.integrations` in the main thread of another process.
+
+    Raises:
+        MemprofError: the process cannot be reached, does not answer, or the call has raised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script, answer = Path(folder, "call.py"), Path(folder, "answer")
+        code = (
+            "import os\n"
+            "try:\n"
+            "    from opacus_memprof import integrations\n"
+            f"    integrations.{call}\n"
+            "    answer = ''\n"
+            "except Exception as error:\n"
+            "    answer = str(error) or type(error).__name__\n"
+            f"with open({str(answer) + '.part'!r}, 'w', encoding='utf-8') as file:\n"
+            "    file.write(answer)\n"
+            f"os.replace({str(answer) + '.part'!r}, {str(answer)!r})\n"
+        )
+        script.write_text(f"exec({code!r}, {{}})\n", encoding="utf-8")  # names of the program stay as they are
+        try:
+            sys.remote_exec(pid, str(script))  # type: ignore[attr-defined]
+        except (OSError, RuntimeError) as error:
+            raise MemprofError(f"process {pid} cannot be reached ({error}): see Python's remote debugging") from error
+        end = time.monotonic() + _ANSWER_SECONDS
+        while not answer.exists():
+            _refuse_if_ended(pid)
+            if time.monotonic() > end:
+                raise MemprofError(f"process {pid} has not answered for {_ANSWER_SECONDS:.0f} s: try again later")
+            time.sleep(0.05)
+        if said := answer.read_text(encoding="utf-8"):
+            raise MemprofError(f"process {pid} cannot be recorded ({said}): start it by `opacus-memprof run`")
 
 
 def top(

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other frameworks, trackers and notebooks. Each file of this folder needs its framework only; this one has magics."""
+"""Other frameworks, trackers, notebooks and running programs.
 
+Each file of this folder needs its framework only. This one has a notebook's magics, and what `opacus-memprof attach`
+runs in the process of the program.
+"""
+
+import atexit
+import gc
 import shlex
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +61,51 @@ def _trained(variables: Mapping[str, Any]) -> list[Any]:
     inside = {id(part) for module in modules for part in module.modules() if part is not module}
     models = [module for module in modules if id(module) not in inside]
     return [*models, *(value for value in values if isinstance(value, Optimizer))]
+
+
+def begin_recording(directory: str) -> None:
+    """Starts a session in this process, whose program runs already, and follows its models and optimizers.
+
+    Args:
+        directory: the directory of the profile, which is written at the latest when the process ends.
+
+    Raises:
+        MemprofError: the program has not imported torch, or see Session.start.
+    """
+    if "torch" not in sys.modules:
+        raise MemprofError("the program has not imported torch: attach to it when it trains")
+    from opacus_memprof.hooks.vocabulary import find
+    from opacus_memprof.session import profile
+
+    session = profile(directory)
+    session.start()
+    if (engine := find("opacus", "PrivacyEngine")) is not None:
+        session.attach(engine)
+    session.attach(*_in_training())
+    atexit.register(end_recording)
+
+
+def end_recording() -> None:
+    """Ends the session of `begin_recording`, if it runs, and writes its profile."""
+    from opacus_memprof.session import current
+
+    atexit.unregister(end_recording)
+    if (session := current()) is not None:
+        session.close()
+
+
+def _in_training() -> list[Any]:
+    """Returns the optimizers of this process, except those inside others, and the models that they train."""
+    from torch import nn
+    from torch.optim import Optimizer
+
+    living = gc.get_objects()  # by type, because isinstance asks objects that import modules when they are asked
+    optimizers = [each for each in living if issubclass(type(each), Optimizer)]
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    modules = [each for each in living if issubclass(type(each), nn.Module)]
+    models = [module for module in modules if any(id(p) in trained for p in module.parameters())]
+    inside = {id(getattr(optimizer, "original_optimizer", None)) for optimizer in optimizers}
+    return _trained({str(id(each)): each for each in (*models, *optimizers) if id(each) not in inside})
 
 
 def _directory(line: str) -> str:
