@@ -8,6 +8,7 @@
 #include "virtual_gpu/defaults/defaults.h"
 #include "virtual_gpu/machine/limits.h"
 #include "virtual_gpu/machine/machine.h"
+#include "virtual_gpu/machine/observer.h"
 
 namespace virtual_gpu = opacus_memprof::virtual_gpu;
 
@@ -37,6 +38,10 @@ const char* memprof_virtual_gpu_default(std::size_t index, std::uint64_t* calls)
   const auto& answer = virtual_gpu::default_answers[index];
   *calls = answer.calls.load(std::memory_order_relaxed);
   return answer.name;
+}
+
+void memprof_virtual_gpu_observe(const virtual_gpu::Observer* observer) {
+  virtual_gpu::observe(*observer);
 }
 
 // Whether any stream is being captured.

@@ -22,6 +22,7 @@
 #include "virtual_values/counts.h"
 #include "virtual_values/graphs.h"
 #include "virtual_values/operation.h"
+#include "virtual_values/outside.h"
 #include "virtual_values/tensors.h"
 
 namespace opacus_memprof::virtual_values {
@@ -38,6 +39,7 @@ void on_allocator_event(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::ALLOC) return;
   const Span span{entry.addr_, entry.addr_ + entry.size_};
   ranges().reset(span);
+  note_block(span);
   capture_allocation(entry.stream_, span);
   if (entry.size_ <= kCounters) {
     std::memset(reinterpret_cast<void*>(entry.addr_), 0,
@@ -293,6 +295,7 @@ void install() {
     }
     return made;
   }();
+  observe_outside([] { return outermost != nullptr; });
   static_cast<void>(library);
   static_cast<void>(passing);
 }

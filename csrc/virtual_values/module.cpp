@@ -9,6 +9,7 @@
 #include "virtual_values/counts.h"
 #include "virtual_values/graphs.h"
 #include "virtual_values/intercept.h"
+#include "virtual_values/outside.h"
 
 namespace values = opacus_memprof::virtual_values;
 
@@ -22,5 +23,6 @@ PYBIND11_MODULE(_virtual, module) {
   module.def("count_rank_read", [](const std::string& operation) {
     values::count_unknown_read(operation, values::State::alike);
   });
+  module.def("set_noted", &values::set_noted);
   module.def("note_written_by_kernel", &values::note_written_by_kernel);
 }

@@ -55,6 +55,10 @@ constexpr std::array<std::string_view, 11> kOverwrite{
     "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
     "aten::cauchy_",  "aten::log_normal_", "aten::geometric_"};
 
+// Results that are arguments, and that are not read either.
+constexpr std::array<std::string_view, 2> kFillsArguments{"aten::_cummax_helper",
+                                                          "aten::_cummin_helper"};
+
 // Elements of the first argument that indices or a mask name are overwritten.
 constexpr std::array<std::string_view, 8> kWriteInPart{
     "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
@@ -126,10 +130,17 @@ Operation describe(const c10::OperatorHandle& handle) {
     const bool first = written && operation.parameters.empty();
     operation.parameters.push_back(
         {.written = written,
-         .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)),
+         .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)) &&
+                 !(written && contains(kFillsArguments, operation.name)),
          .written_in_part = first && contains(kWriteInPart, operation.name)});
     if (argument.name() == "beta" && contains(kScalesFirst, without_underscore(operation.name))) {
       operation.beta = static_cast<int>(operation.parameters.size()) - 1;
+    }
+    if (argument.name() == "momentum_buffer_list") {
+      operation.momenta = static_cast<int>(operation.parameters.size()) - 1;
+    }
+    if (argument.name() == "is_first_step") {
+      operation.first_step = static_cast<int>(operation.parameters.size()) - 1;
     }
     const c10::TypePtr& type = argument.type();
     if (type->kind() == c10::TypeKind::GeneratorType ||

@@ -33,8 +33,10 @@ struct Operation {
   Kind kind = Kind::pass;
   std::string name;  // as in "aten::add", without the overload
   std::vector<Parameter> parameters;
-  int generator = -1;     // the position of its Generator parameter
-  int beta = -1;          // of the factor of the first argument, which is not read if it is 0
+  int generator = -1;  // the position of its Generator parameter
+  int beta = -1;       // of the factor of the first argument, which is not read if it is 0
+  int momenta = -1;    // of an optimizer's buffers, which its first step does not read
+  int first_step = -1;
   bool random = false;    // draws from a generator, which may be the default one
   bool on_cpu = false;    // there is a kernel for the CPU, or a counterpart
   bool compound = false;  // has a kernel for sparse, nested or quantized tensors alone

@@ -21,9 +21,11 @@ values, but not the values of a real GPU.
 Imports torch, so it must be imported after the program has imported torch.
 """
 
+import _thread
 import re
 import sysconfig
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -98,6 +100,17 @@ def _patch_threads() -> None:
         bootstrap(self)
 
     threading.Thread._bootstrap_inner = bootstrap_with_values  # type: ignore[attr-defined]
+    start = _thread.start_new_thread
+
+    @wraps(start)
+    def start_with_values(function: Callable[..., Any], *arguments: Any) -> int:
+        def run(*given: Any, **named: Any) -> None:
+            _virtual.enable_thread()
+            function(*given, **named)
+
+        return start(run, *arguments)
+
+    _thread.start_new_thread = start_with_values
 
 
 # What TTIR stores through, and what it takes a pointer for that may store.
@@ -114,6 +127,7 @@ def note_what_kernels_write(kernel: Any) -> None:
         kernel: triton.compiler.compiler.CompiledKernel.
     """
     initialize = kernel._init_handles
+    note = getattr(_virtual, "set_noted", lambda noted: None)
 
     @wraps(initialize)
     def initialize_noting(self: Any) -> None:
@@ -127,7 +141,11 @@ def note_what_kernels_write(kernel: Any) -> None:
         written = written_parameters(self.asm.get("ttir", ""))
 
         def launch_noting(*arguments: Any) -> None:
-            launch(*arguments)
+            note(True)
+            try:
+                launch(*arguments)
+            finally:
+                note(False)
             given = arguments[9:]  # after the grid, the stream, the function, metadata and hooks
             if len(given) == len(kinds):
                 given = tuple(given[position] for position in parameters)

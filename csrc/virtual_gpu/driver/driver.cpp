@@ -205,16 +205,6 @@ CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   return machine().memory.release(pointer(address)) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void* from, std::size_t size) {
-  virtual_gpu::copy(pointer(to), from, size);
-  return ready();
-}
-
-CUresult CUDAAPI cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
-  virtual_gpu::copy(to, pointer(from), size);
-  return ready();
-}
-
 CUresult CUDAAPI cuPointerGetAttribute(void* value, CUpointer_attribute attribute,
                                        CUdeviceptr address) {
   return pointer_attribute(value, attribute, address);
@@ -228,29 +218,7 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned count, CUpointer_attribute* att
   return CUDA_SUCCESS;
 }
 
-// --- modules and kernels (Triton, NVRTC) ---
-
-CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* /*image*/) {
-  virtual_gpu::make_handle(module);
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuModuleLoad(CUmodule* module, const char* /*path*/) {
-  virtual_gpu::make_handle(module);
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuModuleLoadDataEx(CUmodule* module, const void* /*image*/, unsigned /*count*/,
-                                    CUjit_option* /*options*/, void** /*values*/) {
-  virtual_gpu::make_handle(module);
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule /*module*/,
-                                     const char* /*name*/) {
-  virtual_gpu::make_handle(function);
-  return CUDA_SUCCESS;
-}
+// --- modules and kernels: see modules.cpp ---
 
 CUresult CUDAAPI cuModuleGetGlobal(CUdeviceptr* address, std::size_t* size, CUmodule /*module*/,
                                    const char* /*name*/) {
@@ -289,22 +257,6 @@ CUresult CUDAAPI cuOccupancyMaxActiveClusters(int* clusters, CUfunction /*functi
                                               const CUlaunchConfig* /*configuration*/) {
   *clusters = 1;
   return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuLaunchKernel(CUfunction /*function*/, unsigned /*grid_x*/, unsigned /*grid_y*/,
-                                unsigned /*grid_z*/, unsigned /*block_x*/, unsigned /*block_y*/,
-                                unsigned /*block_z*/, unsigned /*shared_memory*/, CUstream stream,
-                                void** /*arguments*/, void** /*extra*/) {
-  machine().memory.launch_kernel(current_device());
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
-  return ready();
-}
-
-CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunction /*function*/,
-                                  void** /*arguments*/, void** /*extra*/) {
-  machine().memory.launch_kernel(current_device());
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(configuration->hStream));
-  return ready();
 }
 
 // --- symbols ---

@@ -7,6 +7,7 @@
 
 #include "virtual_gpu/machine/common.h"
 #include "virtual_gpu/machine/machine.h"
+#include "virtual_gpu/machine/observer.h"
 
 namespace virtual_gpu = opacus_memprof::virtual_gpu;
 
@@ -36,7 +37,10 @@ CUresult copy(void* to, const void* from, std::size_t size, CUstream stream) {
 CUresult fill(CUdeviceptr to, unsigned value, std::size_t width, std::size_t count,
               CUstream stream) {
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
-                           [=] { virtual_gpu::fill_pattern(pointer(to), &value, width, count); });
+                           [=, outside = virtual_gpu::Outside()] {
+                             outside.fill(pointer(to), &value, width, count);
+                             virtual_gpu::fill_pattern(pointer(to), &value, width, count);
+                           });
   return CUDA_SUCCESS;
 }
 
@@ -169,6 +173,14 @@ CUresult CUDAAPI cuMemcpy2D(const CUDA_MEMCPY2D* copy) { return cuMemcpy2DAsync(
 
 CUresult CUDAAPI cuMemcpy2DUnaligned(const CUDA_MEMCPY2D* copy) {
   return cuMemcpy2DAsync(copy, nullptr);
+}
+
+CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void* from, std::size_t size) {
+  return result(cudaMemcpy(pointer(to), from, size, cudaMemcpyDefault));
+}
+
+CUresult CUDAAPI cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
+  return result(cudaMemcpy(to, pointer(from), size, cudaMemcpyDefault));
 }
 
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, std::size_t size,

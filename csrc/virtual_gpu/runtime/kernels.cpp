@@ -1,15 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // libcudart: kernels, which are known and never run, and the driver's entry points.
+#include "virtual_gpu/machine/kernels.h"
+
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <vector_types.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "virtual_gpu/driver/symbols.h"
 #include "virtual_gpu/machine/limits.h"
 #include "virtual_gpu/machine/machine.h"
+#include "virtual_gpu/machine/observer.h"
 #include "virtual_gpu/runtime/status.h"
 
 namespace virtual_gpu = opacus_memprof::virtual_gpu;
@@ -38,12 +46,70 @@ const virtual_gpu::DeviceProperties& device() {
   return machine().devices[static_cast<std::size_t>(current_device())];
 }
 
-cudaError_t launch(cudaStream_t stream) {
+// The names of all kernels, by the address of their stub on the host. torch has very many.
+struct Names {
+  std::mutex mutex;
+  std::vector<std::pair<const void*, const char*>> registered;  // since one was last asked for
+  std::unordered_map<const void*, const char*> found;
+};
+
+Names& names() {
+  static auto* const all = new Names;
+  return *all;
+}
+
+const char* name_of(const void* function) {
+  const std::lock_guard lock(names().mutex);
+  auto& [mutex, registered, found] = names();
+  found.insert(registered.begin(), registered.end());
+  registered.clear();
+  const auto name = found.find(function);
+  return name == found.end() ? nullptr : name->second;
+}
+
+// Arguments lie on the stack of the thread that launches.
+std::uintptr_t end_of_stack() {
+  pthread_attr_t attributes;
+  void* begin = nullptr;
+  std::size_t size = 0;
+  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return 0;
+  pthread_attr_getstack(&attributes, &begin, &size);
+  pthread_attr_destroy(&attributes);
+  return reinterpret_cast<std::uintptr_t>(begin) + size;
+}
+
+std::vector<std::uintptr_t> addresses_given(const void* function, void** arguments) {
+  std::vector<std::uintptr_t> found;
+  const char* const name = name_of(function);
+  const auto writable = name == nullptr ? std::nullopt : virtual_gpu::writable_parameters(name);
+  if (!writable || arguments == nullptr) return found;
+  for (std::size_t index = 0; index < writable->size(); ++index) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(arguments[index]);
+    std::uintptr_t end = begin + (*writable)[index];
+    if ((*writable)[index] == virtual_gpu::kUnknownSize) {
+      if (const std::uintptr_t stack = end_of_stack(); begin < stack) end = std::min(end, stack);
+      for (std::size_t other = 0; other < writable->size(); ++other) {
+        const auto next = reinterpret_cast<std::uintptr_t>(arguments[other]);
+        if (next > begin) end = std::min(end, next);
+      }
+    }
+    virtual_gpu::note_addresses(arguments[index], end - begin, found);
+  }
+  return found;
+}
+
+cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) {
   if (const cudaError_t error = virtual_gpu::ready()) {
     return error;
   }
   machine().memory.launch_kernel(current_device());
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream));
+  virtual_gpu::Streams::Work work;
+  if (const virtual_gpu::Outside outside; outside) {
+    work = [outside, given = addresses_given(function, arguments)] {
+      for (const std::uintptr_t address : given) outside.kernel_has(address);
+    };
+  }
+  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), std::move(work));
   return cudaSuccess;
 }
 
@@ -54,6 +120,13 @@ extern "C" {
 void** __cudaRegisterFatBinary(void* /*binary*/) {
   static void* handle[8];
   return handle;
+}
+
+void __cudaRegisterFunction(void** /*binary*/, const char* function, char* /*function_on_device*/,
+                            const char* name, int /*threads*/, uint3* /*thread*/, uint3* /*block*/,
+                            dim3* /*block_size*/, dim3* /*grid_size*/, int* /*warp_size*/) {
+  const std::lock_guard lock(names().mutex);
+  names().registered.emplace_back(function, name);
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared_memory,
@@ -81,27 +154,25 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return cudaSuccess;
 }
 
-cudaError_t __cudaLaunchKernel(cudaKernel_t /*kernel*/, dim3 /*grid*/, dim3 /*block*/,
-                               void** /*arguments*/, std::size_t /*shared_memory*/,
-                               cudaStream_t stream) {
-  return launch(stream);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 /*grid*/, dim3 /*block*/, void** arguments,
+                               std::size_t /*shared_memory*/, cudaStream_t stream) {
+  return launch(reinterpret_cast<const void*>(kernel), arguments, stream);
 }
 
-cudaError_t cudaLaunchKernel(const void* /*function*/, dim3 /*grid*/, dim3 /*block*/,
-                             void** /*arguments*/, std::size_t /*shared_memory*/,
-                             cudaStream_t stream) {
-  return launch(stream);
+cudaError_t cudaLaunchKernel(const void* function, dim3 /*grid*/, dim3 /*block*/, void** arguments,
+                             std::size_t /*shared_memory*/, cudaStream_t stream) {
+  return launch(function, arguments, stream);
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* /*function*/,
-                                void** /*arguments*/) {
-  return launch(configuration->stream);
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration, const void* function,
+                                void** arguments) {
+  return launch(function, arguments, configuration->stream);
 }
 
-cudaError_t cudaLaunchCooperativeKernel(const void* /*function*/, dim3 /*grid*/, dim3 /*block*/,
-                                        void** /*arguments*/, std::size_t /*shared_memory*/,
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 /*grid*/, dim3 /*block*/,
+                                        void** arguments, std::size_t /*shared_memory*/,
                                         cudaStream_t stream) {
-  return launch(stream);
+  return launch(function, arguments, stream);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*function*/) {

@@ -9,6 +9,7 @@
 #include "virtual_gpu/machine/common.h"
 #include "virtual_gpu/machine/limits.h"
 #include "virtual_gpu/machine/machine.h"
+#include "virtual_gpu/machine/observer.h"
 #include "virtual_gpu/runtime/status.h"
 
 namespace virtual_gpu = opacus_memprof::virtual_gpu;
@@ -182,7 +183,9 @@ cudaError_t cudaMalloc(void** address, std::size_t size) {
 }
 
 cudaError_t cudaMallocManaged(void** address, std::size_t size, unsigned /*flags*/) {
-  return allocate(address, size, Kind::managed);
+  const cudaError_t error = allocate(address, size, Kind::managed);
+  if (error == cudaSuccess && *address != nullptr) virtual_gpu::share(*address, size);
+  return error;
 }
 
 cudaError_t cudaFree(void* address) { return release(address); }
@@ -201,7 +204,11 @@ cudaError_t cudaHostAlloc(void** address, std::size_t size, unsigned /*flags*/) 
     return error;
   }
   *address = machine().memory.allocate_pinned(size);
-  return *address == nullptr ? fail(cudaErrorMemoryAllocation) : cudaSuccess;
+  if (*address == nullptr) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  virtual_gpu::share(*address, size);
+  return cudaSuccess;
 }
 
 cudaError_t cudaMallocHost(void** address, std::size_t size) {
@@ -211,8 +218,11 @@ cudaError_t cudaMallocHost(void** address, std::size_t size) {
 cudaError_t cudaFreeHost(void* address) { return release(address); }
 
 cudaError_t cudaHostRegister(void* address, std::size_t size, unsigned /*flags*/) {
-  return machine().memory.pin(address, size) ? cudaSuccess
-                                             : fail(cudaErrorHostMemoryAlreadyRegistered);
+  if (!machine().memory.pin(address, size)) {
+    return fail(cudaErrorHostMemoryAlreadyRegistered);
+  }
+  virtual_gpu::share(address, size);
+  return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void* address) {
@@ -250,6 +260,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t size, cudaMemcpyK
   if (const cudaError_t error = ready()) {
     return error;
   }
+  virtual_gpu::Outside().copy(to, from, size);
   virtual_gpu::copy(to, from, size);
   return cudaSuccess;
 }
@@ -260,7 +271,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMe
     return error;
   }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
-                           [=] { virtual_gpu::copy(to, from, size); });
+                           [=, outside = virtual_gpu::Outside()] {
+                             outside.copy(to, from, size);
+                             virtual_gpu::copy(to, from, size);
+                           });
   return cudaSuccess;
 }
 
@@ -275,9 +289,14 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
   if (const cudaError_t error = ready()) {
     return error;
   }
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
-    virtual_gpu::copy_rows(to, to_pitch, from, from_pitch, width, height);
-  });
+  machine().streams.launch(
+      reinterpret_cast<virtual_gpu::Handle>(stream), [=, outside = virtual_gpu::Outside()] {
+        for (std::size_t row = 0; row < height; ++row) {
+          outside.copy(static_cast<char*>(to) + row * to_pitch,
+                       static_cast<const char*>(from) + row * from_pitch, width);
+        }
+        virtual_gpu::copy_rows(to, to_pitch, from, from_pitch, width, height);
+      });
   return cudaSuccess;
 }
 
@@ -315,11 +334,13 @@ cudaError_t cudaMemset2DAsync(void* to, std::size_t pitch, int value, std::size_
   if (const cudaError_t error = ready()) {
     return error;
   }
-  machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream), [=] {
-    for (std::size_t row = 0; row < height && width * height <= virtual_gpu::kSmall; ++row) {
-      virtual_gpu::fill(static_cast<char*>(to) + row * pitch, value, width);
-    }
-  });
+  machine().streams.launch(
+      reinterpret_cast<virtual_gpu::Handle>(stream), [=, outside = virtual_gpu::Outside()] {
+        for (std::size_t row = 0; row < height && width * height <= virtual_gpu::kSmall; ++row) {
+          outside.fill(static_cast<char*>(to) + row * pitch, &value, 1, width);
+          virtual_gpu::fill(static_cast<char*>(to) + row * pitch, value, width);
+        }
+      });
   return cudaSuccess;
 }
 
@@ -332,6 +353,7 @@ cudaError_t cudaMemset(void* to, int value, std::size_t size) {
   if (const cudaError_t error = ready()) {
     return error;
   }
+  virtual_gpu::Outside().fill(to, &value, 1, size);
   virtual_gpu::fill(to, value, size);
   return cudaSuccess;
 }
@@ -341,7 +363,10 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t size, cudaStream_t 
     return error;
   }
   machine().streams.launch(reinterpret_cast<virtual_gpu::Handle>(stream),
-                           [=] { virtual_gpu::fill(to, value, size); });
+                           [=, outside = virtual_gpu::Outside()] {
+                             outside.fill(to, &value, 1, size);
+                             virtual_gpu::fill(to, value, size);
+                           });
   return cudaSuccess;
 }
 
