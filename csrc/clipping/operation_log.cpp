@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string_view>
 
@@ -210,7 +211,10 @@ std::unique_ptr<at::ObserverContext> OperationLog::record(const at::RecordFuncti
   OperationLog* const log = recording;
   if (log == nullptr) return nullptr;
   const char* const name = operation.name();
-  const auto id = reinterpret_cast<std::uintptr_t>(name);  // an operator's name is never moved
+  // An operator is known by its overload, which is never moved. What torch records under a string
+  // ("detach") has that string on the stack, elsewhere in each call, and shares one overload.
+  const auto overload = reinterpret_cast<std::uintptr_t>(operation.overload_name());
+  const std::uint64_t id = mix(std::hash<std::string_view>{}(name), overload);
   const std::uint64_t context = mix(mix(mix(0, log->before_that_), log->before_), id);
   log->before_that_ = log->before_;
   log->before_ = id;

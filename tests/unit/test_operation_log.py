@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations of a forward, and their numbers, are recognized."""
 
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -35,6 +36,12 @@ def test_the_same_operations_are_known() -> None:
     assert not is_new(log, lambda: (2.0 * X).tanh())
     larger = torch.randn(9, 3)
     assert not is_new(log, lambda: (2.0 * larger).tanh())
+
+
+def test_operations_are_known_from_any_depth_of_calls() -> None:
+    """torch records "detach" under a string on the stack, which is elsewhere below a tracer, or a function in C."""
+    log = log_of(lambda: X.detach().tanh())
+    assert not is_new(log, lambda: functools.reduce(lambda x, _: x.detach().tanh(), [0], X))
 
 
 @pytest.mark.parametrize(
