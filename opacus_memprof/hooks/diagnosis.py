@@ -360,6 +360,8 @@ def observe_program(shapes: TrainingShapes) -> None:
             hasattr(module, "gradient_checkpointing_enable") for model in trained for module in model.modules()
         ),
         expected_samples=expected[0] if len(expected) == 1 else None,
+        # BatchMemoryManager has queued whether this batch is the last of a logical one
+        splits_batches=any(getattr(each, "_step_skip_queue", None) for each in list(_optimizers)),
     )
 
 
@@ -367,12 +369,24 @@ def _names_in(frame: FrameType) -> dict[str, str]:
     """Returns the names of model, optimizer and loader in a function that has an optimizer; {} in another."""
     values = {name: value for name, value in frame.f_locals.items() if name.isidentifier() and not name.startswith("_")}
     names = {}
+    trained = {id(parameter) for optimizer in list(_optimizers) for parameter in _parameters(optimizer)}
     for what, kinds in _CALLED.items():
         found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
         if found:
-            own = [name for name in found if not isinstance(values[name], AbstractGradSampleHooks)]
-            names[what] = (own or found)[0]  # the program's own model, not the one that make_private returned
+            # The program's own model, rather than the one that make_private returned, a part of it, or another one.
+            names[what] = max(
+                found,
+                key=lambda name: (
+                    _common_parameters(values[name], trained),
+                    not isinstance(values[name], AbstractGradSampleHooks),
+                ),
+            )
     return names if "optimizer" in names else {}
+
+
+def _common_parameters(value: Any, parameters: set[int]) -> int:
+    """Returns how many parameters of a module are among those with the given ids; 0 for what is not a module."""
+    return sum(id(each) in parameters for each in value.parameters()) if isinstance(value, nn.Module) else 0
 
 
 def _trains(value: Any) -> bool:

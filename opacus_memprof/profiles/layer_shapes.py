@@ -43,6 +43,11 @@ class LayerShape:
     sampled_in: str | None = None
     frozen: int = 0
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weight."""
+        return self.bytes * self.weight // max(self.weight + self.bias, 1)
+
 
 @dataclass(frozen=True)
 class CaptureShape:
@@ -107,6 +112,7 @@ class Program:
         has_norm_samplers: whether register_norm_samplers is in effect.
         enables_checkpoints: whether the model has transformers' gradient_checkpointing_enable.
         expected_samples: the number of samples of a logical batch that the DPOptimizer expects; None if it is unknown.
+        splits_batches: whether a BatchMemoryManager is in effect.
     """
 
     model: str = "model"
@@ -117,6 +123,7 @@ class Program:
     has_norm_samplers: bool = False
     enables_checkpoints: bool = False
     expected_samples: int | None = None
+    splits_batches: bool = False
 
 
 @dataclass
@@ -166,6 +173,11 @@ class TrainingShapes:
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     whole_forward: Callable[[], WholeForward | None] = lambda: None
     program: Program = Program()
+
+    @property
+    def weights(self) -> frozenset[int]:
+        """The bytes of the trained weights, without those of biases."""
+        return frozenset(module.weight_bytes for module in self.modules.values() if module.weight)
 
     @property
     def trained_bytes(self) -> int:

@@ -21,6 +21,8 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "dtype": _before_training,
             "let_go": _unchanged,
             "no_grad": _unchanged,
+            "add_gradients": _unchanged,
+            "clear_gradients": _unchanged,
             "clip_each_batch": _around_the_loop,
             "drop_gradients": _after_training_begins,
             "grad_sample_mode": _mode,
@@ -69,7 +71,7 @@ def _mode(script: str, code: list[str]) -> Edited:
     script = re.sub(r'grad_sample_mode="\w+",?\s*', "", script)
     if line.startswith("model, optimizer, loader ="):  # a criterion is not returned
         script = script.replace("model, optimizer, criterion, loader =", "model, optimizer, loader =")
-    return re.sub(r"make_private\(\s*", f"make_private({found[1]}, ", script), {}
+    return re.sub(r"(make_private\w*)\(\s*", rf"\1({found[1]}, ", script), {}
 
 
 def _around_the_loop(script: str, code: list[str]) -> Edited:

@@ -76,6 +76,29 @@ CASES = (
     ),
     Case("gpt_large_adam", "1000MiB", ("gradients of blocks.3.proj",), ("grad_sample_mode", "optimizer")),
     Case("bfloat16_on_t4", "1200MiB", ("no fused attention for bfloat16",), ("dtype",)),
+    Case("real_and_generated", "600MiB", ("instead of 32: the model gets 2 for each",), ("max_physical_batch_size",)),
+    Case("two_views", "2150MiB", ("activations of enc.layers.",), ("batch_size",)),
+    Case(
+        "evaluation_wide",
+        "466MiB",
+        ("evaluating under torch.no_grad()",),
+        ("no_grad",),
+        (("def evaluate", "@torch.no_grad()\ndef evaluate"),),
+    ),
+    Case(
+        "gradients_in_a_list",
+        "1152MiB",
+        ("adding up the gradients of 52 backward passes",),
+        ("add_gradients",),
+        (
+            ("    all_grads = []\n", "    total = [torch.zeros_like(p) for p in model.parameters()]\n"),
+            (
+                "        all_grads.append([scale * g for g in grads])\n",
+                "        for t, g in zip(total, grads): t.add_(g, alpha=scale)\n",
+            ),
+            ("    total = [sum(each) for each in zip(*all_grads, strict=True)]\n", ""),
+        ),
+    ),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )
 

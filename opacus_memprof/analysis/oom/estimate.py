@@ -4,6 +4,7 @@
 If the run ended before its first forward did, the remaining layers are estimated too.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from opacus_memprof.profiles.categories import PER_SAMPLE, RESIDENT
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
 
 # cuBLAS' workspace for one thread, on Hopper and later; GPUs before have a quarter of it.
+_TOLERANCE = 0.05  # of a forward: what is live in it beside what it keeps
 _WORKSPACE = 32 * 2**20
 
 
@@ -43,7 +45,12 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     in_first_forward = failure.phase == "forward" and not history.step_peaks
     whole = shapes.whole_forward() if in_first_forward else None
     if whole is not None:
+        kept = sum(whole.kept.values())
+        # More than one forward keeps: the program calls the model several times before a backward, as for two views.
+        inside = sum(live.get(module, 0) for module in whole.kept if module)  # the loss is outside
+        calls = max(math.ceil(inside / kept - _TOLERANCE), 1) if kept else 1
         seen, live, largest_blocks = whole.forwards, whole.kept, whole.largest
+        live = {module: calls * size for module, size in live.items()}
     reached = failure.module if in_first_forward and whole is None else None
     layers = _layers(shapes, seen, live, largest_blocks, samples, reached=reached)
     if not layers:
@@ -72,7 +79,11 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         mean_loss=shapes.mean_loss,
         samples=samples,
         layers=tuple(layers),
-        resident=sum(size for category, size in by_category.items() if _is_resident(category)),
+        resident=sum(
+            size - leftovers.by_category.get(category, 0)
+            for category, size in by_category.items()
+            if _is_resident(category)
+        ),
         trained=trained,
         largest=largest,
         states=max(shapes.state_tensors * trained, by_category.get("optimizer_states", 0)),

@@ -5,7 +5,7 @@ Some live blocks are leftovers: earlier steps, or forwards without a backward, s
 have the names of reports.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ _MIN_STEPS = 3
 # Categories whose size depends on the batch, without inputs, because data loaders load batches ahead.
 _OF_A_BATCH = PER_SAMPLE - {"inputs"}
 SIZED_BY_CAPTURES = "create_or_accumulate_grad_sample"  # Opacus sizes its result by the largest batch captured
+_MANY_PASSES = 8
 _MIN_SHARE = 0.02  # of all live bytes, for each of two steps
 
 
@@ -262,12 +263,15 @@ class Leftovers:
         are_captures: they are Opacus' captures, which no backward has released. Otherwise references keep them alive.
         stray_samples: the batch sizes of the forwards that captured them, if Opacus sizes per-sample gradients by one
             of these.
+        backward_passes: the passes of the failed step whose gradients they are, as of a program that keeps the
+            gradients of each sample in a list; otherwise 0.
     """
 
     block_groups: tuple[BlockGroup, ...] = ()
     fraction: float = 1.0
     are_captures: bool = False
     stray_samples: tuple[int, ...] = ()
+    backward_passes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -299,19 +303,24 @@ def _by_category(block_groups: tuple[BlockGroup, ...]) -> dict[str, int]:
 
 
 def find_leftovers(
-    failure: Failure, captures: Mapping[str, int], stray_samples: tuple[int, ...], samples: int
+    failure: Failure,
+    captures: Mapping[str, int],
+    stray_samples: tuple[int, ...],
+    samples: int,
+    weights: Set[int] = frozenset(),
 ) -> Leftovers:
     """Finds leftovers among the blocks that were live at a failure.
 
     Leftovers of Opacus' captures are all but the latest of each module. Other leftovers are blocks of a category of
     which at least three earlier steps, without the last one, left some. Two steps are enough if there were only two and
-    both left much of a batch-sized category.
+    both left much of a batch-sized category. Gradients of many backward passes of the failed step are some, too.
 
     Args:
         failure: the failure.
         captures: outstanding captures by module, if several forwards in a row began while there were some.
         stray_samples: TrainingShapes.stray_samples.
         samples: the batch size of the forward after the stray ones.
+        weights: bytes of the trained weights.
     """
     if stray_samples:
         # If the program has kept an output, what autograd saved is alive as well: one block of each forward.
@@ -327,6 +336,10 @@ def find_leftovers(
         most = max(captures.values())
         groups = tuple(group for group in failure.block_groups if group.category == ACTIVATION_HOOKS)
         return Leftovers(groups, (most - 1) / most, are_captures=True)
+    kept = tuple(group for group in failure.block_groups if _is_of_many_passes(group, failure.step, weights))
+    if 2 * sum(group.bytes for group in kept) > failure.live_bytes:
+        passes = max(group.bytes // group.largest for group in kept)
+        return Leftovers(kept, (passes - 1) / passes, backward_passes=passes)
     earlier = [
         group
         for group in failure.block_groups
@@ -347,6 +360,12 @@ def find_leftovers(
         )
     }
     return Leftovers(tuple(group for group in earlier if group.category in left))
+
+
+def _is_of_many_passes(group: BlockGroup, step: int, weights: Set[int]) -> bool:
+    """Returns whether a group has gradients of many backward passes of a step, or what a line has made of them."""
+    are_gradients = group.category in ("backward_temporaries", "unattributed") and group.largest in weights
+    return are_gradients and group.step == step and group.bytes // group.largest >= _MANY_PASSES
 
 
 def _first_two_left_much(by_step: Mapping[int, int], live_bytes: int) -> bool:

@@ -62,7 +62,7 @@ def build_report(
     }
     is_evaluation = shapes.evaluation is not None and failure.phase in ("forward", "idle")
     samples = None if is_evaluation else shapes.batch_size_in(failure.step)
-    left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0)
+    left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0, shapes.weights)
     own = None if is_evaluation else estimate_step(failure, shapes, history, left)
     case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
     needed = case.peak()

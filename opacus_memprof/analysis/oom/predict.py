@@ -227,9 +227,7 @@ class Case:
         Then it is the weight's gradient before accumulation, whatever its category is.
         """
         shape = self.shapes.modules.get(module)
-        if shape is None or not shape.weight:
-            return False
-        return size == shape.bytes * shape.weight // (shape.weight + shape.bias)
+        return shape is not None and shape.weight > 0 and size == shape.weight_bytes
 
 
 def _subtract(sizes: dict[str, int], others: Mapping[str, int]) -> None:

@@ -22,6 +22,7 @@ __all__ = ["Suggestion", "advise"]
 
 ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
+    waste.clear_other_models,
     waste.release_models,
     waste.evaluate_without_graph,
     waste.run_again,
@@ -39,6 +40,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 # For gradients of several batches that are accumulated for one step: how many more would follow is unknown.
 _ACCUMULATING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
+    waste.clear_other_models,
     waste.release_models,
     waste.run_again,
     changes.clip_each_batch,

@@ -22,6 +22,8 @@ from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
+_RARELY_DOUBLED = 16  # samples of a Poisson batch that is twice as large in fewer than one of 3000 draws
+
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:
     """Suggests BatchMemoryManager with the largest physical batch whose predicted peak fits.
@@ -41,7 +43,13 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
     title = (
         f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical batch"
     )
-    if program.expected_samples is not None and program.expected_samples < case.samples:
+    if (times := samples_of_each(case)) > 1:
+        title = (
+            f"a physical batch of at most {format_count(n // times, 'sample')} instead of {program.expected_samples}: "
+            f"the model gets {times} for each sample of the loader"
+        )
+    elif program.expected_samples is not None and program.expected_samples < case.samples:
+        change = VARYING  # the next draw can be larger still
         title = (
             f"a physical batch of at most {format_count(n, 'sample')}: the loader asks for {program.expected_samples}, "
             f"and this Poisson batch drew {case.samples}"
@@ -54,9 +62,20 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         title,
         batch_code(case, n),
         f"In this run a sample takes {format_bytes(slope)} at the peak, and the rest does not grow with the batch.",
-        batch_action(n),
+        batch_action(case, n),
         largest=case.largest_block(n),
     )
+
+
+def samples_of_each(case: Case) -> int:
+    """Returns how many samples the model gets for one of the loader's, such as 2 for real and generated ones.
+
+    A Poisson batch of at least two times the expected size is possible only where few samples are expected.
+    """
+    expected = case.shapes.program.expected_samples
+    if not expected or expected < _RARELY_DOUBLED or not case.samples or case.samples % expected:
+        return 1
+    return case.samples // expected
 
 
 def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
@@ -77,13 +96,16 @@ def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
     )
 
 
-def batch_action(n: int) -> Action:
-    return Action(kind="max_physical_batch_size", value=n)
+def batch_action(case: Case, n: int) -> Action:
+    return Action(kind="max_physical_batch_size", value=n // samples_of_each(case))
 
 
 def batch_code(case: Case, n: int) -> str:
     """Returns the code of a BatchMemoryManager, with the names that the program uses."""
     program = case.shapes.program
+    n //= samples_of_each(case)
+    if program.splits_batches:
+        return f"BatchMemoryManager(..., max_physical_batch_size={n})  # where the program has it already"
     lines = ["from opacus.utils.batch_memory_manager import BatchMemoryManager"]
     if program.computes_epsilon:  # Opacus' accountants fail, or are 0, before the first of their steps
         lines.append(
@@ -127,7 +149,7 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     """
     if case.samples is None:
         return None
-    parts = [math.ceil(case.samples / count) for count in range(2, case.samples + 1)]
+    parts = [math.ceil(case.samples / count) for count in range(2, case.samples // samples_of_each(case) + 1)]
     sizes = {n: peak(n) for n in dict.fromkeys(parts)}
     for spares in (case.memory.fragments, False):
         for n, instant in sizes.items():
@@ -216,11 +238,12 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
                     case,
                     found[1],
                     MODE_AND_BATCH,
-                    f"{change.title}, and a physical batch of at most {format_count(found[0], 'sample')}",
+                    f"{change.title}, and a physical batch of at most "
+                    f"{format_count(found[0] // samples_of_each(case), 'sample')}",
                     f"{change.code}\n{batch_code(case, found[0])}",
                     change.computed,
                     *change.actions,
-                    batch_action(found[0]),
+                    batch_action(case, found[0]),
                     largest=other.largest_block(found[0]),
                 )
 

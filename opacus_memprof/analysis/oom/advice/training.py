@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, combinations
 
-from opacus_memprof.analysis.oom.advice.changes import batch_action, batch_code, largest_that_fits
+from opacus_memprof.analysis.oom.advice.changes import batch_action, batch_code, largest_that_fits, samples_of_each
 from opacus_memprof.analysis.oom.advice.changes import mode_change as another_mode
 from opacus_memprof.analysis.oom.advice.suggestion import (
     ADAPTERS,
@@ -94,9 +94,9 @@ def _suggestion(case: Case, changes: list[Change], n: int | None = None) -> Sugg
     titles, codes = [change.title for change in changes], [change.code for change in changes]
     actions = [action for change in changes for action in change.actions]
     if n is not None:
-        titles.append(f"a physical batch of at most {format_count(n, 'sample')}")
+        titles.append(f"a physical batch of at most {format_count(n // samples_of_each(case), 'sample')}")
         codes.append(batch_code(case, n))
-        actions.append(batch_action(n))
+        actions.append(batch_action(case, n))
     return suggest(
         case,
         peak_with(case, changes, n),

@@ -16,7 +16,7 @@ from opacus_memprof.analysis.oom.failure import (
     was_free_again,
 )
 from opacus_memprof.analysis.oom.predict import Case
-from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES
+from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
@@ -41,6 +41,19 @@ def release_leftovers(case: Case) -> Iterator[Suggestion]:
             "with torch.no_grad():  # around every forward pass without a backward pass",
             computed,
             Action(kind="no_grad", modules=list(left.by_module)),
+        )
+        return
+    if left.backward_passes:
+        # The sum, and the gradients of the pass before, to which a variable still refers.
+        parts = {**instant.parts, "gradients": instant.parts.get("gradients", 0) + 2 * case.shapes.trained_bytes}
+        yield suggest(
+            case,
+            replace(instant, parts=parts),
+            DEFECT,
+            f"adding up the gradients of {left.backward_passes} backward passes, instead of keeping all",
+            "for t, g in zip(total, grads): t.add_(g, alpha=scale)  # in the loop, if scale clips them; keep no list",
+            f"{size} of gradients of one step's backward passes are live, and more would have followed.",
+            Action(kind="add_gradients", modules=list(left.by_module)),
         )
         return
     steps = left.steps
@@ -90,6 +103,39 @@ def release_models(case: Case) -> Iterator[Suggestion]:
     )
 
 
+def clear_other_models(case: Case) -> Iterator[Suggestion]:
+    """Suggests clearing the per-sample gradients of private models that were trained before and stay alive.
+
+    These are models of the same kind, such as those of the clients in federated learning.
+    """
+    in_use = {
+        case.failure.module,
+        *(group.module for group in case.failure.block_groups if group.category in ACTIVATIONS),
+    }
+    in_use = {model_of(module)[1] for module in in_use if module}
+    theirs = [
+        group
+        for group in case.failure.block_groups
+        if group.category == "per_sample_gradients" and model_of(group.module)[1] not in in_use
+    ]
+    total = sum(group.bytes for group in theirs)
+    instant = case.peak()
+    models = {model_of(group.module)[1] for group in theirs}
+    if not models or total < MATERIAL * instant.bytes:
+        return
+    parts = {**instant.parts, "per_sample_gradients": instant.parts.get("per_sample_gradients", 0) - total}
+    yield suggest(
+        case,
+        replace(instant, parts=parts),
+        DEFECT,
+        f"clearing the gradients of {format_count(len(models), 'other model')} after each one's training",
+        f"{case.shapes.program.optimizer}.zero_grad()  # after the last step of each model's training",
+        f"{format_bytes(total)} are per-sample gradients of models that are not being trained: they stay until their "
+        "optimizer's next zero_grad.",
+        Action(kind="clear_gradients", modules=sorted(models)),
+    )
+
+
 def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
     """Suggests an evaluation without graphs, or one with smaller batches, if memory ran out in an evaluation."""
     if case.shapes.evaluation is None or case.failure.phase not in ("forward", "idle"):
@@ -98,9 +144,19 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
     instant = case.peak()
     if has_graph:
         size = sum(instant.parts.get(category, 0) for category in ACTIVATIONS)
+        kept = {name: part for name, part in instant.parts.items() if name not in ACTIVATIONS}
+        training = [
+            Instant(each.phase, "", dict(each.categories))
+            for each in case.history.peaks
+            if each.phase not in ("forward", "idle")
+        ]
         yield suggest(
             case,
-            replace(instant, parts={name: part for name, part in instant.parts.items() if name not in ACTIVATIONS}),
+            max(
+                replace(instant, parts={**kept, "forward_temporaries": _without_graph(case, samples)}),
+                *training,
+                key=lambda each: each.bytes,
+            ),
             DEFECT,
             "evaluating under torch.no_grad()",
             "with torch.no_grad():  # around the evaluation; keep loss.item() and output.detach(), not loss and output",
@@ -129,6 +185,20 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
             return
 
 
+def _without_graph(case: Case, samples: int) -> int:
+    """Returns what a forward pass of `samples` holds without a graph: a layer's input and output at once.
+
+    An activation function after the layer has the layer's output as its input, and one more of the same size.
+    """
+    return max(
+        (
+            (max(each.input_bytes, each.output_bytes) + each.output_bytes) * samples // max(each.samples, 1)
+            for each in case.shapes.forwards.values()
+        ),
+        default=0,
+    )
+
+
 def _sized_by_strays(case: Case) -> str:
     """Describes how a stray forward pass with a larger batch enlarges per-sample gradients."""
     most, now = max(case.leftovers.stray_samples), case.samples or 1
@@ -151,7 +221,8 @@ def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
         instant,
         LINE,
         "freeing each p.grad as soon as autograd accumulates it",
-        'for p in model.parameters(): p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
+        f"for p in {case.shapes.program.model}.parameters(): "
+        'p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
         f"p.grad takes {format_bytes(case.shapes.trained_bytes)} in backward and is never read: clipping uses "
         "grad_sample, and add_noise replaces it.",
         Action(kind="drop_gradients"),
@@ -178,6 +249,8 @@ def expandable_segments(case: Case) -> Iterator[Suggestion]:
     """Suggests expandable segments if memory is fragmented: they grow and shrink by pages, and hardly fragment."""
     memory, instant = case.memory, case.peak()
     if not is_fragmented(memory, case.failure, instant.bytes) or memory.may_reserve is None:
+        return
+    if case.leftovers.backward_passes:  # more of them would have come
         return
     yield Suggestion(
         actions=(Action(kind="allocator_setting", value="expandable_segments:True"),),
