@@ -210,7 +210,7 @@ def _stages(row: Row) -> list[str]:
     lines = []
     for name, peak, after in stages:
         left = "" if after is None else f"{after / MB:>16.2f} MB"
-        name = set_cell_size(tr(name.replace("_", " ")), 42)
+        name = set_cell_size(tr_sentence(name.replace("_", " ")), 42)
         lines.append(f"    {name}" + ("-".rjust(19) if peak is None else f"{peak / MB:>16.2f} MB") + left)
     heading = set_cell_size(tr("By stage:"), 44) + _right(tr("peak"), 19) + _right(tr("live after it"), 19)
     return ["", f"  {heading}", *lines] if lines else []
@@ -258,7 +258,8 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{title}: {', '.join(known) or tr('unknown')}")
     return [
         *lines,
-        f"{tr_sentence(MEGABYTE_NOTE)}. " + tr("Each breakdown is that of one instant, the run's own peak."),
+        tr("{sentences}.", sentences=tr_sentence(MEGABYTE_NOTE)),
+        tr("Each breakdown is that of one instant, the run's own peak."),
         tr("Sentences of findings name their own units."),
         tr("Components and stages are without rounding, which is what the allocator adds to requests."),
     ]

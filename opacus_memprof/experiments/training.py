@@ -128,7 +128,9 @@ class _Run:
     def _snapshot(self, name: str) -> None:
         snapshot = self._session.snapshot(f"{next(self._numbers)}_{name}")
         live = sum(count.requested_bytes for count in snapshot.devices.values())
-        self._progress.detail(tr("{name}: {size} live", name=tr(name.replace("_", " ")), size=format_bytes(live)))
+        self._progress.detail(
+            tr("{name}: {size} live", name=tr_sentence(name.replace("_", " ")), size=format_bytes(live))
+        )
 
 
 @dataclass(frozen=True)

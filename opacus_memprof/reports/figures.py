@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.language import tr
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
@@ -168,8 +169,11 @@ def _missing_glyphs_named() -> Iterator[None]:
 
 @functools.cache
 def _say_glyphs_are_missing() -> None:
-    remedy = "install a font that has them, such as Debian's package fonts-noto-cjk, and draw them again"
-    print(f"opacus-memprof: a picture has names in characters that no font here has: {remedy}", file=sys.stderr)
+    said = tr(
+        "a picture has names in characters that no font here has: install a font that has them, such as Debian's "
+        "package fonts-noto-cjk, and draw it again"
+    )
+    print(f"opacus-memprof: {said}", file=sys.stderr)
 
 
 @functools.cache
@@ -177,6 +181,11 @@ def _font_families() -> list[str]:
     """Returns matplotlib's own font, and the installed fonts for the characters that it does not have."""
     from matplotlib import font_manager
 
+    if set(font_manager.get_font_names()).isdisjoint(_CJK_FONTS):  # matplotlib's list is older than some fonts
+        known = {font.fname for font in font_manager.fontManager.ttflist}
+        for path in sorted(set(font_manager.findSystemFonts()) - known):
+            with contextlib.suppress(OSError, RuntimeError):  # of files that it cannot read
+                font_manager.fontManager.addfont(path)
     installed = set(font_manager.get_font_names())
     return ["DejaVu Sans", *(name for name in _CJK_FONTS if name in installed)]
 

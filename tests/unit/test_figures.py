@@ -130,6 +130,26 @@ def test_chinese_names_have_glyphs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
+def test_a_font_that_matplotlib_s_list_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import font_manager
+
+    manager = font_manager.fontManager
+    path, other = "/fonts/NotoSansCJK-Regular.ttc", "/fonts/broken.ttf"
+
+    def add(font: str) -> None:
+        if font == other:
+            raise RuntimeError("cannot open resource")
+        manager.ttflist.append(font_manager.FontEntry(fname=font, name="Noto Sans CJK JP"))
+
+    known = [entry for entry in manager.ttflist if entry.name not in figures._CJK_FONTS]
+    count = len(known)
+    monkeypatch.setattr(manager, "ttflist", known)
+    monkeypatch.setattr(manager, "addfont", add)
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [path, other, known[0].fname])
+    assert figures._font_families.__wrapped__() == ["DejaVu Sans", "Noto Sans CJK JP"]
+    assert len(known) == count + 1  # what is known is not added again
+
+
 def test_characters_without_a_glyph_are_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
