@@ -353,8 +353,8 @@ class _Judge:
     def _remove_samples(self, private: _Private, verdict: Verdict) -> Verdict:
         """Measures how much the last step's sum changes when a sample leaves.
 
-        Removes the sample with the largest norm and the first one, with the others' losses 1e20 and 1e-20 times as
-        large, and, where exact sums do not bound it already, with the losses as they are.
+        Removes the sample with the largest norm, with the others' losses by turns 1e20 and 1e-20 times as large, and,
+        where exact sums do not bound it already, that sample and the first one with the losses as they are.
         """
         batch = self.steps[-1].batches[-1]
         size = size_of(batch)
@@ -367,21 +367,19 @@ class _Judge:
         worst = 0.0
         limits = torch.finfo(self.settings.dtype)
         large, small = min(1e20, limits.max / 10), max(1e-20, limits.tiny)
-        cases: list[tuple[float | None, int]] = []
+        cases: list[tuple[list[float], int]] = []
         settings = self.settings
         is_exact = settings.dtype == torch.float64 and settings.autocast is None and settings.tolerance is None
         if "scale" not in batch or not is_exact:
-            cases += [(None, 0), (None, largest)]
+            cases += [([], n) for n in {0, largest}]
         if "scale" in batch:
-            cases += [(large, largest), (small, 0)]
-        for scales, n in dict.fromkeys(cases):
-            whole = batch
-            if scales is not None:
-                others = torch.full_like(batch["scale"], scales)
-                others[n] = 1.0
-                whole = {**batch, "scale": batch["scale"] * others}
+            both = ([large, small] * size)[: size - 1]
+            cases += [(others, largest) for others in ([both] if size > 2 else [[large], [small]])]
+        for others, n in cases:
+            factors = batch["scale"].new_tensor([*others[:n], 1.0, *others[n:]]) if others else None
+            whole = {**batch, "scale": batch["scale"] * factors} if factors is not None else batch
             rest = select(whole, [i for i in range(size) if i != n])
-            found = [private] if scales is None else [self._run(self._with_last(whole))]
+            found = [self._run(self._with_last(whole))] if others else [private]
             found.append(self._run(self._with_last(rest)))
             for each in found:
                 if each.stopped is not None and not isinstance(each.stopped, MemprofError):
