@@ -13,7 +13,7 @@
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #   make bench          short benchmarks: says which got slower than the committed ratios; two minutes on a quiet machine
-#   make faults         plants faults in flash_clip, which the tests must find: takes half an hour
+#   make faults         plants faults, which the tests must find: takes half an hour
 #
 # PYTHON=python3.12   makes the environment with another Python
 # VENV=path           uses (or makes) another environment; the torch that it has is kept

@@ -91,6 +91,12 @@ def test_a_gpt_whose_names_say_nothing() -> None:
     assert components_by_module(Gpt()) == GPT
 
 
+@pytest.mark.parametrize(("size", "component"), [(1, "conv"), (4, "embedding")])
+def test_a_first_convolution_that_cuts_patches_is_an_embedding(size: int, component: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, size, size), nn.Flatten(), nn.Linear(8, 2))
+    assert components_of([*model.named_modules()])["0"] == component
+
+
 @pytest.mark.parametrize("widths", ["separate", "grouped", "fused and grouped", "gated", "fused gate", "MLP only"])
 def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) -> None:
     d = WIDTH

@@ -226,7 +226,7 @@ def test_a_stream_that_fails_ends_alone(tmp_path: Path, fails: str, sentence: st
 
 
 def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=tmp_path / "memory.jsonl"):
         pass

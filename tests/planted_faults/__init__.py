@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that the tests of flash_clip must catch: ``python -m tests.planted_faults`` plants one after the other.
+"""Faults that tests must catch: ``python -m tests.planted_faults`` plants one after the other.
 
-Each is a small change that a reviewer could miss. Most make clipping wrong; others switch off a check of it.
+Each is a small change that a reviewer could miss. Most make clipping wrong or switch off a check of it; those in
+`profiler` make figures or reports wrong.
 """
 
-from tests.planted_faults import clipping, gradients, interface, noise_and_steps, proof, ranks, situations
+from tests.planted_faults import clipping, gradients, interface, noise_and_steps, profiler, proof, ranks, situations
 from tests.planted_faults.fault import Fault
 
 FAULTS: list[Fault] = [
@@ -15,4 +16,5 @@ FAULTS: list[Fault] = [
     *proof.FAULTS,
     *situations.FAULTS,
     *interface.FAULTS,
+    *profiler.FAULTS,
 ]

@@ -26,7 +26,7 @@ import torch.distributed.tensor
 import torch.func
 
 from tests.planted_faults import FAULTS
-from tests.planted_faults.fault import PACKAGE, ROOT, Fault
+from tests.planted_faults.fault import ROOT, Fault
 
 _LONGEST = 600  # seconds
 
@@ -34,7 +34,7 @@ _LONGEST = 600  # seconds
 def main() -> int:
     """Plants the chosen faults. Returns 0 if all of them are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="plant faults whose name or file contains any of these")
+    parser.add_argument("words", nargs="*", help="plant faults whose name or path contains any of these")
     parser.add_argument("--cuda", action="store_true", help="also plant faults whose tests need a GPU")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each of which plants a part of the faults")
@@ -75,7 +75,7 @@ def _plant_all(faults: list[Fault]) -> int:
 def _is_chosen(fault: Fault, words: list[str], cuda: bool) -> bool:
     if fault.needs_cuda and not cuda:
         return False
-    return not words or any(word in f"{fault.name} {fault.file}" for word in words)
+    return not words or any(word in f"{fault.name} {fault.path}" for word in words)
 
 
 def copy_sources(tree: Path) -> None:
@@ -100,7 +100,7 @@ def plant(tree: Path, fault: Fault) -> tuple[str, str]:
     Returns:
         "caught", "survived" or "broken", and the first test that failed. A fault is broken if tests cannot be run.
     """
-    done = run_with(tree, f"{PACKAGE}/{fault.file}", fault.planted(), fault.tests)
+    done = run_with(tree, fault.path, fault.planted(), fault.tests)
     outcome = {0: "survived", 1: "caught"}.get(done.status, "broken")
     if outcome == "broken":
         return outcome, done.printed[-400:]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "opacus_memprof/clipping"
 
 
 @dataclass(frozen=True)
@@ -14,12 +13,13 @@ class Fault:
 
     Attributes:
         name: unique.
-        file: the file, in ``opacus_memprof/clipping``.
+        file: the file, in the folder ``room`` of the package.
         before: the text, which occurs once in the file.
         after: what replaces it.
         why: what is wrong then.
         tests: the tests that must fail, as pytest takes them.
         needs_cuda: whether they need a GPU.
+        room: the folder; "." is the package itself.
     """
 
     name: str
@@ -29,10 +29,16 @@ class Fault:
     why: str
     tests: tuple[str, ...]
     needs_cuda: bool = False
+    room: str = "clipping"
+
+    @property
+    def path(self) -> str:
+        """The file, from the project's root."""
+        return Path("opacus_memprof", self.room, self.file).as_posix()
 
     def source(self) -> str:
         """Returns the file without the fault."""
-        return (ROOT / PACKAGE / self.file).read_text()
+        return (ROOT / self.path).read_text()
 
     def planted(self) -> str:
         """Returns the file with the fault.
@@ -43,7 +49,7 @@ class Fault:
         source = self.source()
         count = source.count(self.before)
         if count != 1:
-            raise ValueError(f"{self.name}: {self.before!r} occurs {count} times in {self.file}")
+            raise ValueError(f"{self.name}: {self.before!r} occurs {count} times in {self.path}")
         return source.replace(self.before, self.after)
 
 
@@ -60,6 +66,11 @@ def integration(*tests: str) -> tuple[str, ...]:
 def unit(*tests: str) -> tuple[str, ...]:
     """Returns tests in tests/unit, given as ``file::test`` without ``test_`` and ``.py``."""
     return _in("tests/unit", tests)
+
+
+def plugin(*tests: str) -> tuple[str, ...]:
+    """Returns tests in tests/plugin, given as ``file::test`` without ``test_`` and ``.py``."""
+    return _in("tests/plugin", tests)
 
 
 def _in(folder: str, tests: tuple[str, ...]) -> tuple[str, ...]:

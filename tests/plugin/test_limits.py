@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two markers: what they fail, what they say, and what they refuse at collection."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from opacus_memprof.pytest_plugin.limits import check_leaks
 from tests.plugin.conftest import Run
 
 
@@ -159,6 +163,12 @@ def test_after_the_failure():
             "*3.00 MiB  unattributed, made in idle of step 0",
         ]
     )
+
+
+def test_a_leak_is_said_to_be_its_module_s() -> None:
+    item: Any = SimpleNamespace(iter_markers=lambda name: [pytest.mark.limit_gpu_leaks("1 B").mark])
+    leaked = {"device": "cpu", "bytes": 3 << 20, "category": "noise", "module": "head", "phase": "noise", "step": 2}
+    assert "3.00 MiB  noise of head, made in noise of step 2" in str(check_leaks(item, [leaked]))
 
 
 WRONG = [

@@ -2,12 +2,16 @@
 """The largest of many drawn batches, against simulated trainings and sums by hand."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from opacus_memprof.planning.draws import LargestBatch
+from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
+from opacus_memprof.planning.draws import LargestBatch, _physical_batch
 
 
 def test_a_thousand_simulated_trainings() -> None:
@@ -44,3 +48,18 @@ def test_small_probabilities_keep_their_digits() -> None:
 def test_full_batches_are_certain() -> None:
     largest = LargestBatch(64, 1.0, 10)
     assert (largest.probability_above(63), largest.probability_above(64), largest.quantile(0.999)) == (1.0, 0.0, 64)
+
+
+def test_a_logical_batch_is_tried_in_all_its_parts() -> None:
+    """The largest part that fits, of sizes that all hold the largest batch that is likely, in two parts at least."""
+    tried: list[tuple[int, int]] = []
+
+    def run_all(configurations: Sequence[PlannedConfiguration]) -> list[SimpleNamespace]:
+        tried.extend((each.changes[0]["value"], each.changes[1]["value"]) for each in configurations)
+        return [SimpleNamespace(fits=each.changes[1]["value"] <= 70) for each in configurations]
+
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "t4")
+    runs: Any = SimpleNamespace(all=run_all)
+    physical, _ = _physical_batch(runs, configuration, fits=100, most=250, samples=1000, on_round=lambda count: None)
+    assert physical == 70
+    assert all(drawn >= max(250, 2 * size) for drawn, size in tried)

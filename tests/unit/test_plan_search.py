@@ -6,14 +6,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
 from opacus_memprof.planning.runs import PlannedRuns
 from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_values
+from opacus_memprof.planning.verdict import Verdict, least_memory
 from opacus_memprof.planning.virtual_run import VirtualRun
+from opacus_memprof.virtual_gpu.devices import GPUS
 
 ROOM = 80 * 2**30
 Peaks = Callable[[random.Random], Callable[[int], int]]
@@ -197,3 +200,19 @@ def test_closing_cancels_runs_that_wait_in_an_executor(tmp_path: Path) -> None:
         assert waiting.cancelled()
     finally:
         busy.set()
+
+
+def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
+    """It fits in the least memory that a virtual GPU can have, which is more."""
+    run: Any = SimpleNamespace(requested=2**20, reserved=2 * 2**20, context=300 * 2**20, retries=0, fits=True)
+    runs: Any = SimpleNamespace(workers=2, all=lambda configurations: [run for _ in configurations])
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "h200")
+    assert least_memory(runs, configuration, run) == 302 * 2**20
+
+
+@pytest.mark.parametrize(("more", "kind"), [(0, "l4"), (1, "rtx4090")])
+def test_another_kind_is_predicted_with_its_own_context(more: int, kind: str) -> None:
+    """What an L4 has beyond its context: an A10 has a little less, and the context of an H200 is larger."""
+    beyond = GPUS["l4"].total_memory - GPUS["l4"].context_memory + more
+    configuration, run = PlannedConfiguration(PlannedProgram("train.py"), "h200"), cast(VirtualRun, None)
+    assert Verdict(configuration, run, needed=GPUS["h200"].context_memory + beyond).predicted_gpu == kind

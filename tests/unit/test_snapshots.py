@@ -74,6 +74,15 @@ def test_the_sums_end_at_what_the_device_uses(cuda: Any) -> None:
     assert device["outside_pytorch"] == 12345
 
 
+def test_a_program_s_collection_stays_off(cuda: Any) -> None:
+    gc.disable()
+    try:
+        live.take_snapshot("now")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_what_waits_for_a_side_stream_is_counted_once(cuda: Any) -> None:
     # torch still counts the block as requested and as active, but no longer as allocated.
     cuda.pending = 500
