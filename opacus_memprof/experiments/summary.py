@@ -290,6 +290,7 @@ def _parameters(row: Row) -> str | None:
     return f"{total}: {', '.join(parts)}" if parts else total
 
 
+@megabytes()
 def latex_table(rows: Sequence[Row]) -> str:
     """Returns a LaTeX table for a paper, which needs the package booktabs."""
     vanilla = find_vanilla(rows)

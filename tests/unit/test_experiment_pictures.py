@@ -141,7 +141,7 @@ def test_the_latex_table() -> None:
     ]
     gpu = {"gpu": "t4", "name": "Tesla_T4", "memory_bytes": 2**30, "devices": 1}
     virtual = summary.latex_table(rows_by_mode({"v": VANILLA | {"virtual": gpu}})).splitlines()
-    assert virtual[5:7] == [r"\midrule", r"\multicolumn{5}{l}{On a virtual Tesla\_T4 (1.00 GiB)} \\"]
+    assert virtual[5:7] == [r"\midrule", r"\multicolumn{5}{l}{On a virtual Tesla\_T4 (1024.00 MB)} \\"]
     assert "50\\% \\& \\_" in summary.latex_table([a_row("x", "50% & _", GHOST)])
 
 
