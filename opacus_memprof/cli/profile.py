@@ -88,9 +88,8 @@ def attach(
     _refuse_to_attach(pid)
     output = output.absolute()
     _execute(pid, f"begin_recording({str(output)!r})")
-    print(
-        f"recording process {pid} into {output}: {f'for {seconds:g} s, or ' if seconds else ''}until Ctrl-C", flush=True
-    )
+    until = tr("for {seconds:g} s, or until Ctrl-C", seconds=seconds) if seconds else tr("until Ctrl-C")
+    print(tr("recording process {pid} into {path}: {until}", pid=pid, path=output, until=until), flush=True)
     end = time.monotonic() + (seconds or float("inf"))
     with suppress(KeyboardInterrupt):
         while is_being_written(output) and time.monotonic() < end:

@@ -150,7 +150,7 @@ SHOWN = (
     *("reports/diff.py", "reports/oom.py", "reports/summary.py", "reports/text.py", "running/*.py", "versions.py"),
     *("planning/report.py", "planning/table.py", "loop_check/*.py", "experiments/[der]*.py", "experiments/summary.py"),
     *("analysis/diff.py", "analysis/job.py", "analysis/profile.py", "analysis/device.py", "analysis/torch_snapshot.py"),
-    *("analysis/oom/advice/*.py", "virtual_gpu/describe.py"),
+    *("analysis/oom/advice/*.py", "virtual_gpu/describe.py", "recording/[afs]*.py", "session/out_of_memory.py"),
 )
 
 
