@@ -118,6 +118,19 @@ class _ScalesInBackward(torch.autograd.Function):
         return g / g.norm().clamp(min=1.0)
 
 
+class _ScalesLargeGradients(torch.autograd.Function):
+    """Limits the gradient of the whole batch where it is larger than those that a proof draws."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * (50 / g.norm().clamp(min=50))
+
+
 MIXES: dict[str, Mix] = {
     "centered": _centered,
     "weakly_1e-3": _weakly(1e-3),
@@ -229,5 +242,6 @@ PROGRAMS = [
         of_shape(4, 2, 4, 4),
         "refused",
     ),
+    Program("mix_large_gradients", _graph(_ScalesLargeGradients.apply), of_shape(5, 6), "refused"),
     Program("mix_large_others", _graph(_weakly(1e-6)), several(_large_others), "refused"),
 ]
