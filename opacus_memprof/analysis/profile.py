@@ -27,12 +27,13 @@ from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import find_improvements
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
-from opacus_memprof.profiles.directory import EVENTS, LOCK, META, PROFILE, SNAPSHOTS
+from opacus_memprof.profiles.directory import EVENTS, LOCK, META, OOM_REPORTS, PROFILE, SNAPSHOTS
 from opacus_memprof.profiles.files import read_regular, write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.meta import Meta, read_meta
+from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import EventCounts, EventGap, Profile, Timeline, VirtualGpus
 
 TIMELINE_POINTS = 2000  # maximum number of rows of a timeline in profile.json
@@ -183,7 +184,8 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
     """Loads the profile of a directory.
 
     Without profile.json, the process was killed or is still running: the profile is then built from the events, with
-    the status "killed" or "running". Likewise if profile.json is cut off.
+    the status "killed" or "running". Likewise if profile.json is cut off. With the report of a failed allocation alone,
+    the profile has no devices.
 
     Raises:
         MemprofError: the directory does not exist, or holds no profile of this version with all fields.
@@ -194,6 +196,8 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
     summary = path / PROFILE
     if not summary.exists():
         if not (path / EVENTS).exists():
+            if (path / OOM_REPORTS[1]).is_file():
+                return _profile_of_failure(path)
             raise MemprofError(f"{path} holds no profile: there is neither {PROFILE} nor {EVENTS} in it")
         status = "running" if is_being_written(path) else "killed"
         return build_profile(path, status=status, exit_code=None)
@@ -205,6 +209,30 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
         profile = build_profile(path, status="killed", exit_code=None)
         profile.warnings.append(f"{PROFILE} is cut off: this is read from {EVENTS}, which has no predictions")
         return profile
+
+
+def _profile_of_failure(directory: Path) -> Profile:
+    """Returns the profile of a directory that has nothing but the report of a failed allocation."""
+    report = read_json_object(directory / OOM_REPORTS[1], OomReport)
+    return Profile(
+        versions={},
+        virtual=report.virtual,
+        status="out_of_memory",
+        exit_code=None,
+        error=None,
+        command=[],
+        launch=None,
+        pid=0,
+        started_unix_ns=0,
+        ended_unix_ns=0,
+        events=EventCounts(recorded=0, dropped=0, capacity=0, closed=True, contradictions={}),
+        devices={},
+        findings=[],
+        warnings=[
+            f"{PROFILE} and {EVENTS} are missing: this is read from {OOM_REPORTS[1]}, which has the failed allocation "
+            "alone"
+        ],
+    )
 
 
 def _is_json(path: Path) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from opacus_memprof.analysis.diff import dp_tax
 from opacus_memprof.analysis.events import Events
 from opacus_memprof.analysis.profile import read_timelines
@@ -194,6 +196,9 @@ def view_profile(
     path = None if directory is None else Path(directory)
     gpu, command = virtual_gpu_of(profile.virtual), profile.command
     failure = _read_oom_report(path)
+    if profile.status == "out_of_memory" and failure is None and path is not None:
+        lacks = f"{OOM_REPORTS[1]} is missing or cannot be read: there are no suggestions of what to change"
+        profile = replace(profile, warnings=[*profile.warnings, lacks])
     return ProfileView(
         name=name or (" ".join([os.path.basename(command[0]), *command[1:]]) if command else "a profile"),
         profile=profile,

@@ -52,7 +52,7 @@ def print_profile(view: ProfileView, console: Console) -> None:
     if launch := profile.launch:
         title = tr("rank {rank} of {count}, ", rank=launch.rank, count=launch.world_size) + title
     _print_header(title, profile, view.virtual_mark, console)
-    if not view.devices:
+    if not view.devices and view.out_of_memory is None:
         console.print(tr("No memory was allocated on a device that was profiled."))
     for name, device in view.devices.items():
         _print_device(name, device, console)
@@ -309,7 +309,7 @@ def live_view(live: RunningProfile) -> RenderableType:
         )
         parts.append(Text(lost, "yellow"))
     if live.out_of_memory:
-        parts.append(Text(tr("{count} allocations failed for want of memory", count=live.out_of_memory), "red"))
+        parts.append(Text(tr("failed allocations: {count}", count=live.out_of_memory), "red"))
     for name, device in live.devices.items():
         parts += ["", *_device(name, device)]
     if not live.devices:

@@ -245,3 +245,30 @@ def test_what_steps_and_idle_are() -> None:
 
 def unwrapped_text(profile: Profile) -> str:
     return " ".join(printed(profile).split())
+
+
+OOM = Path(__file__).parents[1] / "data" / "format_1_oom"
+
+
+def reported(directory: Path, files: Sequence[str], *options: str) -> str:
+    """Prints a report of a directory with some of the files of a run that ran out of memory."""
+    for file in files:
+        (directory / file).write_bytes((OOM / file).read_bytes())
+    result = CliRunner().invoke(app, ["report", str(directory), *options])
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("option", [[], ["--full"], ["--html"]], ids=str)
+def test_the_report_of_a_failed_allocation_alone_says_so(option: list[str], tmp_path: Path) -> None:
+    text = reported(tmp_path, ["oom_report.json"], *option)
+    assert "profile.json and events.bin are missing" in text
+    assert ("OUT OF MEMORY" in text) == ("--full" not in option)
+    assert "No memory was allocated" not in text
+
+
+def test_a_profile_without_the_report_of_its_failure_says_so(tmp_path: Path) -> None:
+    text = reported(tmp_path, ["profile.json"])
+    assert "PEAK" in text
+    assert "oom_report.json is missing" in text
+    assert "oom_report.json is missing" not in reported(tmp_path, ["oom_report.json"])
