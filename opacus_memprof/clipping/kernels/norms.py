@@ -51,10 +51,10 @@ def is_small(stack: torch.Tensor) -> bool:
 
     See small_layers.py.
     """
-    if has_kernels(stack):
-        most = _SMALL * stack.shape[0]
+    if stack.is_cpu:
+        most = _SMALL if stack.dtype in CPU_DTYPES else 0
     else:
-        most = _SMALL if stack.is_cpu and stack.dtype in CPU_DTYPES else 0
+        most = _SMALL * stack.shape[0] if has_kernels(stack) else 0
     return 0 < stack.numel() <= most and stack.is_contiguous()
 
 

@@ -121,10 +121,11 @@ def pop_small_sums(
     scaled: dict[tuple[torch.device, torch.dtype], list[tuple[KeptTensors, nn.Parameter]]] = {}
     for layer, each in kept.items():
         for parameter, stack in each.stacks.items():
-            if layer.is_scaled_in_place(parameter, stack) and has_kernels(stack):
+            by_kernels = has_kernels(stack)
+            if by_kernels and layer.is_scaled_in_place(parameter, stack):
                 if stack.nbytes <= _MOST_BYTES:
                     scaled.setdefault((stack.device, stack.dtype), []).append((each, parameter))
-            elif is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not has_kernels(stack)):
+            elif is_small(stack) and (parameter.dtype in KERNEL_DTYPES or not by_kernels):
                 alike.setdefault((stack.device, stack.dtype, sum_dtype(parameter.dtype)), []).append((each, parameter))
     for (device, _), members in scaled.items():
         stacks = [each.stacks.pop(p) for each, p in members]
