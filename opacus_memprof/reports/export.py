@@ -15,6 +15,7 @@ from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.optional import require
 from opacus_memprof.reports.html.report_page import write_html
 from opacus_memprof.reports.memory_viz import write_memory_viz
+from opacus_memprof.reports.oom import build_oom_page
 from opacus_memprof.reports.perfetto import write_perfetto
 from opacus_memprof.reports.picture import write_pictures
 from opacus_memprof.reports.tables import write_csv, write_latex, write_parquet
@@ -42,8 +43,15 @@ def _write_json(view: ProfileView, path: Path) -> None:
     write_text(path, to_json(view.profile))
 
 
+def _write_page(view: ProfileView, path: Path) -> None:
+    if view.devices or view.out_of_memory is None:
+        write_html(view, path)
+    else:  # the directory has the report of the failed allocation alone
+        write_text(path, build_oom_page(view.out_of_memory))
+
+
 FORMATS = {
-    "html": Format((".html",), write_html),
+    "html": Format((".html",), _write_page),
     "png": Format((".png",), write_pictures, ("matplotlib", "pictures")),
     "csv": Format((".csv",), write_csv),
     "json": Format((".json",), _write_json),

@@ -265,6 +265,8 @@ def test_the_report_of_a_failed_allocation_alone_says_so(option: list[str], tmp_
     assert "profile.json and events.bin are missing" in text
     assert ("OUT OF MEMORY" in text) == ("--full" not in option)
     assert "No memory was allocated" not in text
+    if option == ["--html"]:
+        assert '"suggestions":' in (tmp_path / "memprof.html").read_text()
 
 
 def test_a_profile_without_the_report_of_its_failure_says_so(tmp_path: Path) -> None:
