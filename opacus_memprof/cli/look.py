@@ -201,7 +201,7 @@ def _plan_tool(script: str, arguments: str = "", gpu: str = "h100") -> Plan:
     the script's steps on a CPU. `gpu` is a kind such as h100 or a100-40.
     """
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "opacus_memprof", "plan", "--gpu", gpu, "-o", directory, script]
+        command = [sys.executable, "-m", "opacus_memprof", "plan", "--gpu", gpu, "-o", directory, "--", script]
         ran = subprocess.run(
             [*command, *arguments.splitlines()], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
@@ -230,6 +230,23 @@ def _declared(name: str) -> dict[str, Any]:
     return {"name": name, "description": function.__doc__, "input_schema": given, "output_schema": returned}
 
 
+def call_tool_by_name(name: str, arguments: dict[str, Any]) -> JsonObject:
+    """Returns the result of a tool for an assistant.
+
+    Raises:
+        MemprofError: there is no such tool, or it does not take these arguments, or it raises one.
+    """
+    if name not in _TOOLS:
+        raise MemprofError(f"there is no tool {name!r}: use one of {', '.join(_TOOLS)}")
+    declared = _declared(name)["input_schema"]
+    wrong = [each for each in declared["required"] if each not in arguments]
+    wrong += [each for each, value in arguments.items() if each not in declared["properties"] or type(value) is not str]
+    if wrong:
+        raise MemprofError(f"{name} takes the texts {', '.join(declared['properties'])}: correct {', '.join(wrong)}")
+    result: JsonObject = _TOOLS[name][0](**arguments)
+    return result
+
+
 def mcp() -> None:
     """Serve report, diff and plan to an assistant, by the Model Context Protocol on standard input and output."""
     import asyncio  # no other command needs it
@@ -242,9 +259,8 @@ def mcp() -> None:
 
     async def call_tool(context: Any, parameters: Any) -> Any:
         try:
-            function, _ = _TOOLS[parameters.name]
-            result = await asyncio.to_thread(function, **(parameters.arguments or {}))
-        except (MemprofError, KeyError, TypeError) as error:  # of an unknown tool, or of wrong arguments
+            result = await asyncio.to_thread(call_tool_by_name, parameters.name, parameters.arguments or {})
+        except MemprofError as error:
             return types.CallToolResult(content=[types.TextContent(text=str(error))], is_error=True)
         text = types.TextContent(text=msgspec.json.encode(result).decode())
         return types.CallToolResult(content=[text], structured_content=msgspec.to_builtins(result))

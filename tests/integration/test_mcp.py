@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 import opacus_memprof
 from opacus_memprof.cli import app
+from opacus_memprof.cli.look import call_tool_by_name
+from opacus_memprof.errors import MemprofError
 from tests.warm_python import ENVIRONMENT
 
 TRAINING = """
@@ -70,3 +72,19 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp.types", None)
     result = CliRunner().invoke(app, ["mcp"])
     assert "tools of assistants need mcp, which cannot be imported (" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("nope", {}, "there is no tool 'nope': use one of report, diff, plan"),
+        ("report", {}, "report takes the texts directory: correct directory"),
+        ("report", {"directory": 5}, "report takes the texts directory: correct directory"),
+        ("diff", {"before": "a", "after": "b", "more": "c"}, "diff takes the texts before, after: correct more"),
+        ("plan", {"script": "--help"}, "the script --help does not exist"),
+    ],
+)
+def test_wrong_calls_are_refused(name: str, arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(MemprofError) as refused:
+        call_tool_by_name(name, arguments)
+    assert str(refused.value) == sentence
