@@ -2,17 +2,17 @@
 """check= with Opacus' modes on several ranks: exact steps pass, and what one rank finds stops all before they step."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.integration.scripts.check_ranks import CASES
 from tests.integration.test_distributed import ENVIRONMENT
+from tests.warm_python import interpreter
 
 SCRIPT = Path(__file__).parent / "scripts" / "check_ranks.py"
 
 
 def test_ranks_are_checked_together() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    done = subprocess.run([*interpreter(), str(SCRIPT)], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     endings: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():

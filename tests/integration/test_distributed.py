@@ -2,7 +2,6 @@
 """Two processes over gloo on the CPU, each profiled, and their profiles together."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -12,30 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from tests import warm_python
 from tests.integration.scripts.train_ranks import BATCH, CLASSES, FEATURES, WIDTH
-from tests.warm_python import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(Path(__file__).parent / "scripts" / "train_ranks.py")
 RUN = ("-m", "opacus_memprof", "run", "--device", "cpu", "-o")
-ENVIRONMENT = os.environ | {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "ignore",
-    "COLUMNS": "200",
-}
+ENVIRONMENT = warm_python.ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {})
 WEIGHTS = (FEATURES * WIDTH + WIDTH, WIDTH * WIDTH + WIDTH, WIDTH * CLASSES + CLASSES)
 PARAMETERS = 4 * sum(WEIGHTS)
 
 
 def ranks(*arguments: str | Path) -> tuple[list[int], list[str]]:
-    """Runs python as rank 0 and rank 1, and returns their exit codes and what they printed."""
+    """Runs python as rank 0 and rank 1, and returns their exit codes and what they printed.
+
+    They are new processes: ranks of a machine are known by their parent, which is another one for each warm Python.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -163,9 +159,9 @@ def test_ranks_without_a_common_disk_are_gathered(address: str, tmp_path: Path) 
     for rank in (0, 1):
         (tmp_path / f"machine_{rank}").mkdir()
         done = subprocess.run(
-            [*interpreter(), *RUN, "out", "--gather", address, str(train)],
+            [sys.executable, *RUN, "out", "--gather", address, str(train)],
             cwd=tmp_path / f"machine_{rank}",
-            env=warm_python.ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            env=ENVIRONMENT | {"WORLD_SIZE": "2", "RANK": str(rank)},
             capture_output=True,
             text=True,
         )

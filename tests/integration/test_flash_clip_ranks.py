@@ -18,6 +18,7 @@ from tests.event_rows import rows_of
 from tests.integration.scripts.clip_ranks import CASES
 from tests.integration.scripts.train_ranks import BATCH, FEATURES, WIDTH
 from tests.integration.test_distributed import ENVIRONMENT, PARAMETERS, RUN, TRAIN, WEIGHTS, profiles, ranks
+from tests.warm_python import interpreter
 
 SCRIPT = Path(__file__).parent / "scripts" / "clip_ranks.py"
 
@@ -45,7 +46,7 @@ def test_ranks_train_as_one_process(groups: str, world: int) -> None:
 
 def check_cases(backend: str, world: int, groups: list[str], environment: dict[str, str]) -> None:
     """The cases, or groups of them, say how far they are from clipping by hand in one process: it is rounding."""
-    command = [sys.executable, str(SCRIPT), backend, str(world), *groups]
+    command = [*interpreter(), str(SCRIPT), backend, str(world), *groups]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     compared = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}

@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import opacus_memprof
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from tests.integration.test_distributed import ENVIRONMENT
+from tests.warm_python import interpreter
 
 RANKS = Path(__file__).parent / "scripts" / "privacy_check_ranks.py"
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "privacy_check.schema.json"
@@ -360,7 +360,7 @@ def test_a_session_that_ends_with_a_refusal_writes_it(tmp_path: Path) -> None:
 
 
 def test_the_first_of_several_ranks_writes_it(tmp_path: Path) -> None:
-    command = [sys.executable, str(RANKS), str(tmp_path)]
+    command = [*interpreter(), str(RANKS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*.json")) == [

@@ -3,7 +3,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +127,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
             continue
         words = ["memprof_profile" if word in ("DIR", "WITH", "WITHOUT") else word for word in command.split()]
         ran = subprocess.run(
-            [sys.executable, "-m", "opacus_memprof", *words], capture_output=True, text=True, timeout=300, cwd=tmp_path
-        )
+            [*interpreter(), "-m", "opacus_memprof", *words],
+            capture_output=True, text=True, timeout=300, cwd=tmp_path, env=ENVIRONMENT,
+        )  # fmt: skip
         assert ran.returncode == 0, (command, ran.stdout, ran.stderr)

@@ -4,7 +4,6 @@
 import copy
 import gc
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from opacus_memprof.clipping import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
 from tests.integration.clipping_by_hand import by_hand
 from tests.integration.test_distributed import ENVIRONMENT
+from tests.warm_python import interpreter
 
 RANKS = Path(__file__).parent / "scripts" / "register_ranks.py"
 
@@ -232,7 +232,7 @@ def test_a_model_in_evaluation_mode_as_from_pretrained_returns_it() -> None:
 
 
 def test_several_ranks() -> None:
-    done = subprocess.run([sys.executable, str(RANKS)], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+    done = subprocess.run([*interpreter(), str(RANKS)], capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     found = [line.split() for line in done.stdout.splitlines()]
     assert [(wrap, cls) for wrap, cls, _ in found] == [

@@ -154,7 +154,7 @@ FAULTS = [
         "key=lambda item: (-abs(sum(item[1].values())), ",
         "key=lambda item: (-sum(item[1].values()), ",
         "A module that shrank most stands last, or is not shown.",
-        unit("diff"),
+        unit("diff::what_shrank_most_stands_first"),
         room="reports",
     ),
     Fault(
@@ -172,7 +172,7 @@ FAULTS = [
         "call.func.attr in _KEEPS:",
         'call.func.attr in {"append"}:',
         "A branch on a list that was extended by unknown values is not told.",
-        unit("virtual_decisions"),
+        unit("virtual_decisions::what_reaches_a_condition_an_index_or_a_shape_decides"),
         room="virtual_gpu",
     ),
 ]

@@ -114,6 +114,15 @@ def test_as_markdown(diff: dict[str, Any]) -> None:
     assert text.count("<details>") == text.count("</details>") == 2
 
 
+def test_what_shrank_most_stands_first(tmp_path: Path) -> None:
+    grown = EventFile()
+    for number in range(12):
+        grown.add("alloc", 0x1000 * (number + 1), KIB, "noise", module=f"layers.{number}")
+    text = diff_markdown(diff_profiles(profile_in(tmp_path / "a", old_file()), profile_in(tmp_path / "b", grown)))
+    rows = text[text.index("| module |") :].splitlines()[2:]
+    assert rows[0].startswith("| `fc` | -60.00 KiB |")
+
+
 def test_names_are_shown_as_they_are_in_markdown(tmp_path: Path) -> None:
     odd = EventFile().add("alloc", 0x1000, 9, "teacher|_x_`y`", module="<b>|*_[a](b)`")
     text = diff_markdown(

@@ -24,6 +24,7 @@ DECIDING = [
     ("if flag:\n    pass", [1]),
     ("x = loss.item()\nif x > 3:\n    pass", [1]),
     ("losses.append(loss.item())\nif losses[-1] < best:\n    pass", [1]),
+    ("losses.extend([loss.item()])\nif losses[-1] < best:\n    pass", [1]),
     ("correct += (p == y).sum().item()\naccuracy = correct / n\nif accuracy > best:\n    best = accuracy", [1]),
     ("while x < 3:\n    y = acc.item()\n    x = y + 1", [2]),
     ("assert loss.isfinite().all()", [1]),
