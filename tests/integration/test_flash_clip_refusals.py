@@ -400,3 +400,10 @@ def test_a_warning_that_is_an_error_ends_a_step_before_anything_changes() -> Non
     with pytest.warns(UserWarning, match="a step has clipped 400 samples"):
         optimizer.step()
     assert not torch.equal(parameters(module)["0.weight"], before["0.weight"])
+
+
+def test_random_numbers_whose_amount_depends_on_data_are_named() -> None:
+    torch.manual_seed(3)  # with other numbers, the first few samples may be refused before amounts are compared
+    module, _ = private(nn.Sequential(nn.Linear(9, 3), nn.RReLU()).double(), 1)
+    with pytest.raises(MemprofError, match=r"more or fewer random numbers for other data .* use nn\.LeakyReLU"):
+        module(torch.randn(4, 9, dtype=torch.float64))

@@ -51,6 +51,16 @@ class RandomState:
         """Returns the type of the device whose generator is included in addition to the CPU's."""
         return "cuda" if self.cuda else "cpu"
 
+    def later(self) -> RandomState:
+        """Returns the current states of the same generators."""
+        return RandomState.now(*[torch.device("cuda", index) for index, _ in self.cuda])
+
+    def is_same(self, other: RandomState) -> bool:
+        """Returns whether these are the other states."""
+        mine, others = ([state.cpu, *[each for _, each in state.cuda]] for state in (self, other))
+        is_same_outside = self.python == other.python and _same_numpy(self.numpy, other.numpy)
+        return is_same_outside and all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+
     def has_moved(self) -> bool:
         """Returns whether a random number has been drawn since then."""
         if self.has_moved_outside_torch() or not torch.equal(self.cpu, torch.get_rng_state()):

@@ -57,6 +57,12 @@ _MEASURED = 2
 
 _Recorded = TypeVar("_Recorded")
 
+_DRAWS_BY_DATA = (
+    "the model draws more or fewer random numbers for other data (as nn.RReLU and torch.poisson do), so that a "
+    "sample's random numbers depend on the samples before it. Draw as many for all data and choose among them, as "
+    "torch.where does, or use nn.LeakyReLU instead of nn.RReLU."
+)
+
 
 class MixingError(MemprofError):
     """Samples influence one another in the outputs of a model."""
@@ -310,10 +316,11 @@ class Prover:
             patterns = self._patterns(outputs)
             batch, random = self.program.batch, self.program.random
             draws, draws_outside = random.has_moved(), random.has_moved_outside_torch()
+            end = random.later()
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, None in wheres, shared, draws, draws_outside, recorder, trace, patterns)
+        return _Run(rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
 
     def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         batch = self.program.batch
@@ -383,6 +390,8 @@ class Prover:
     def _differences(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
         for a, b in zip(base.outputs, other.outputs, strict=True):
             if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):
+                if other.end is not None and base.end is not None and not base.end.is_same(other.end):
+                    raise MixingError(_DRAWS_BY_DATA)
                 raise MixingError(
                     f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
                     "the "
@@ -472,6 +481,7 @@ class _Run:
         with_shared: whether the other outputs had gradients.
         draws: whether random numbers were drawn.
         draws_outside: whether some of these were Python's or NumPy's.
+        end: the generators after the forward; None if others would be expected from the whole batch.
         recorder: the data that reached the layers.
         trace: the order in which layers were called.
         patterns: the patterns of the outputs' graph.
@@ -483,6 +493,7 @@ class _Run:
     with_shared: bool
     draws: bool
     draws_outside: bool
+    end: RandomState | None
     recorder: RowRecorder
     trace: list[Layer | None]
     patterns: list[int]
@@ -505,4 +516,4 @@ class _Run:
         recorder = RowRecorder(self.recorder.workspace)
         is_kept = not (self.has_shared and self.with_shared)
         recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
-        return replace(self, outputs=[rows.first(count) for rows in self.outputs], recorder=recorder)
+        return replace(self, outputs=[rows.first(count) for rows in self.outputs], end=None, recorder=recorder)
