@@ -109,7 +109,10 @@ def _in_training() -> list[Any]:
 
 
 def _directory(line: str) -> str:
-    words = shlex.split(line)
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise MemprofError(f"{line!r} is not a directory ({error}): close its quotes") from error
     if len(words) > 1:
         raise MemprofError(f"{line!r} is more than one directory: give one, or none for {DEFAULT_DIRECTORY}")
     return words[0] if words else DEFAULT_DIRECTORY

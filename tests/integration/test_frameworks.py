@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -23,7 +24,8 @@ from torch.utils.data import DataLoader
 
 import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
-from opacus_memprof.integrations import loggers
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.integrations import loggers, register_magics
 from opacus_memprof.integrations.loggers import StepLog, scalars
 from opacus_memprof.recording import native
 
@@ -343,3 +345,19 @@ def test_magics_profile_a_cell_and_show_a_profile() -> None:
     parameters = 64 * 64 + 64
     assert load_profile("cell").devices["cpu"].peak.categories["model_parameters"] == 4 * parameters
     assert load_profile("failed").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("one two", "'one two' is more than one directory: give one"),
+        ("'one", '"\'one" is not a directory (No closing quotation): close its quotes'),
+        ("nowhere", "nowhere is not there: give the directory of a profile"),
+    ],
+)
+def test_magics_refuse_in_a_sentence(line: str, sentence: str) -> None:
+    magics: dict[str, Any] = {}
+    register_magics(SimpleNamespace(register_magic_function=lambda function, kind: magics.update({kind: function})))
+    with pytest.raises(MemprofError) as refused:
+        magics["line"](line)
+    assert str(refused.value).startswith(sentence)
