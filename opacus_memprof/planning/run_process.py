@@ -34,6 +34,12 @@ _SEED = (
 SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that torch sets when the first optimizer is made, and that no package reads when imported."""
 
+_IMPORTED_LATER = (
+    "torch._dynamo",  # by the first optimizer
+    "opacus_memprof.clipping.engine",
+    "opacus_memprof.reports.summary",  # not what loads _C, which cannot record in a fork
+)
+
 
 class RunFacts:
     """Writes facts.json when the process ends.
@@ -55,7 +61,8 @@ class RunFacts:
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
-        AfterImport("torch._dynamo", partial(self._note_import, "torch._dynamo"))  # which the first optimizer imports
+        for package in _IMPORTED_LATER:
+            AfterImport(package, partial(self._note_import, package))
 
     def _on_torch_import(self) -> None:
         import torch

@@ -127,7 +127,6 @@ def note_what_kernels_write(kernel: Any) -> None:
         kernel: triton.compiler.compiler.CompiledKernel.
     """
     initialize = kernel._init_handles
-    note = getattr(_virtual, "set_noted", lambda noted: None)
 
     @wraps(initialize)
     def initialize_noting(self: Any) -> None:
@@ -141,11 +140,11 @@ def note_what_kernels_write(kernel: Any) -> None:
         written = written_parameters(self.asm.get("ttir", ""))
 
         def launch_noting(*arguments: Any) -> None:
-            note(True)
+            _virtual.set_noted(True)
             try:
                 launch(*arguments)
             finally:
-                note(False)
+                _virtual.set_noted(False)
             given = arguments[9:]  # after the grid, the stream, the function, metadata and hooks
             if len(given) == len(kinds):
                 given = tuple(given[position] for position in parameters)
