@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from tests.exactness.judge import Batch
 from tests.exactness.program import Graph, Program, losses_of_outputs, of_shape, per_sample
@@ -140,6 +141,35 @@ def _weight_noise(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(functional.linear(m.first(x), weight))
 
 
+def _straight_through(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last((h.round() - h).detach() + h)
+
+
+def _chosen_by_row(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(torch.where(x.sum(1, keepdim=True) > 0, torch.tanh(h), h))
+
+
+def _chosen_by_batch(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(torch.tanh(h) if x.sum() > 0 else h)
+
+
+def _last_row(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x).clone()
+    h[-1] = 1.0001 * h[-1]
+    return m.last(h)
+
+
+def _weighted_by_index(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x)) * torch.arange(1, len(x) + 1, dtype=x.dtype).unsqueeze(1)
+
+
+def _reparametrized(change: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(change(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
+
+
 def _program(
     name: str,
     build: Callable[[], nn.Module],
@@ -156,6 +186,15 @@ PROGRAMS = [
     _program("forces", _graph(_forces), "refused"),
     _program("functional_call", _graph(_with_other_parameters), "refused"),
     _program("vmap", _graph(_by_sample), "refused"),
+    _program("straight_through", _graph(_straight_through), "exact"),
+    _program("chosen_by_row", _graph(_chosen_by_row), "exact"),
+    _program("chosen_by_batch", _graph(_chosen_by_batch), "refused"),
+    _program("last_row_weakly", _graph(_last_row), "refused"),
+    _program("weighted_by_index", _graph(_weighted_by_index), "refused"),
+    *(
+        _program(f"reparametrized_{each.__name__}", _reparametrized(each), "exact")
+        for each in (parametrizations.weight_norm, parametrizations.orthogonal)
+    ),
     _program("jvp", _graph(_directional), "refused"),
     _program("torchscript", lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))), "refused"),
     _program("until_small", _graph(_until_small), "refused"),
