@@ -197,6 +197,11 @@ PROGRAMS = [
     ),
     _program("jvp", _graph(_directional), "refused"),
     _program("torchscript", lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))), "refused"),
+    _program(
+        "torchscript_without_parameters",
+        lambda: nn.Sequential(nn.Linear(6, 6), torch.jit.trace(nn.Tanh(), torch.randn(5, 6)), nn.Linear(6, 3)),
+        "refused",
+    ),
     _program("until_small", _graph(_until_small), "refused"),
     _program("until_converged", _graph(_until_converged), "refused"),
     _program("scaled_by_item", _graph(_scaled_by_item), "refused"),
