@@ -20,7 +20,7 @@ namespace {
 bool (*runs_operator)() = nullptr;
 thread_local bool is_noted = false;
 
-std::mutex mutex;
+std::mutex blocks_mutex;
 // The end of each block that torch's allocator has handed out, by its beginning.
 std::map<std::uintptr_t, std::uintptr_t>& blocks() {
   static auto* const all = new std::map<std::uintptr_t, std::uintptr_t>;
@@ -33,7 +33,7 @@ std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintpt
 void after_kernel(void* address, void* end) {
   Span span{number(address), number(end)};
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(blocks_mutex);
     const auto after = blocks().upper_bound(span.begin);
     if (after != blocks().begin() && span.begin < std::prev(after)->second)
       span.end = std::prev(after)->second;
@@ -90,7 +90,7 @@ void observe_outside(bool (*in_operator)()) {
 void set_noted(bool noted) { is_noted = noted; }
 
 void note_block(Span span) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(blocks_mutex);
   blocks().erase(blocks().lower_bound(span.begin), blocks().lower_bound(span.end));
   blocks()[span.begin] = span.end;
 }
