@@ -92,9 +92,11 @@ def take_snapshot(name: str) -> Snapshot:
     gc.disable()  # a garbage collection between our count and torch's would make them differ
     try:
         pending = _pending_free()
+        before = {device: _memory_stats(device) for device in pending}
         counted = native.snapshot(name)
         devices = {
-            device: _count(device, counts, pending.get(device, 0)) for device, counts in counted["devices"].items()
+            device: _count(device, counts, pending.get(device, 0), before.get(device))
+            for device, counts in counted["devices"].items()
         }
         return Snapshot(**{**counted, "devices": devices})
     finally:
@@ -102,11 +104,12 @@ def take_snapshot(name: str) -> Snapshot:
             gc.enable()
 
 
-def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
+def _count(device: str, counts: Mapping[str, Any], pending: int, before: dict[str, int] | None) -> DeviceCount:
     """Counts one device.
 
     `pending` is the number of bytes in blocks that the program has freed while a side stream uses them. The ledger has
-    dropped these blocks; torch's allocator has not.
+    dropped these blocks; torch's allocator has not. `before` has torch's counts of a CUDA device just before ours:
+    autograd's thread may free blocks between ours and those after it.
     """
     categories = add_parts(counts["categories"])
     if pending:
@@ -116,7 +119,7 @@ def _count(device: str, counts: Mapping[str, Any], pending: int) -> DeviceCount:
         requested_bytes=requested,
         categories=categories,
         activation_hooks=hooked_activations(counts["categories"]),
-        **_reconcile(device, requested),
+        **_reconcile(device, requested, before),
     )
 
 
@@ -130,12 +133,14 @@ def _pending_free() -> dict[str, int]:
         return {}
 
 
-def _reconcile(device: str, requested: int) -> dict[str, int | None]:
+def _reconcile(device: str, requested: int, before: dict[str, int] | None) -> dict[str, int | None]:
     if device == "cpu":
         counted = reserved = active = allocated = native.cpu_reported_bytes()
         used = None
     else:
         stats = _memory_stats(device)
+        if before and before.get("requested_bytes.all.current") == requested:
+            stats = before
         counted = stats.get("requested_bytes.all.current", 0)
         # "active" is "allocated" plus the pending-free blocks.
         active = stats.get("active_bytes.all.current", 0)

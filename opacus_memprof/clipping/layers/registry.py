@@ -247,8 +247,8 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise MemprofError(
-                f"{name or 'the model'} is a TorchScript module, inside of which flash_clip sees no layers: use the "
-                "Python module that it was made from."
+                f"{repr(name) if name else 'the model'} is a TorchScript module, inside of which flash_clip sees no "
+                "layers: use the Python module that it was made from."
             )
         mixes = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)
         if module.training and (mixes or (isinstance(module, _InstanceNorm) and module.track_running_stats)):

@@ -282,13 +282,7 @@ def _all_real(gradients: GradientSums) -> GradientSums:
     return {p: torch.view_as_real(g) if g is not None and g.is_complex() else g for p, g in gradients.items()}
 
 
-def _other_scale(dtypes: Iterable[torch.dtype]) -> float:
-    """Returns a number that changes what rounding to these dtypes, or to TF32, leaves of numbers.
-
-    It is close to 1: a backward that is not linear, as one that clips the batch's gradient, differs for other numbers,
-    too, and would pass for rounding.
-    """
-    return 1.0005 + 4 * max(torch.finfo(dtype).eps for dtype in dtypes)
+_OTHER_SCALE = 1.1
 
 
 def wrong_sums(
@@ -318,22 +312,35 @@ def wrong_sums(
         elif error > precision(dtype, parameter) * norm + 6.4 * torch.finfo(dtype).eps * of_all:
             wrong[parameter] = error
     if wrong and is_finite:
-        # Gradients may cancel to less than their rounding errors, which differ for other numbers, and without TF32.
-        scale = _other_scale(dtype for _, dtype, _ in owned)
-        _forgive_rounding(wrong, expected, {p: g / scale for p, g in _present(autograd(scale))})
-        if any(p.is_cuda for p in wrong):
-            with _without_tf32():
-                _forgive_rounding(wrong, expected, dict(_present(autograd(1.0))))
+        _forgive_rounding(wrong, expected, autograd)
     return {p: error / max(norms.get(p, 0.0), 1e-30) for p, error in wrong.items()}, is_finite
 
 
 def _forgive_rounding(
-    wrong: dict[nn.Parameter, float], expected: GradientSums, again: dict[nn.Parameter, torch.Tensor]
+    wrong: dict[nn.Parameter, float], expected: GradientSums, autograd: Callable[[float], GradientSums]
 ) -> None:
-    """Removes errors that are not much larger than the differences between two of autograd's sums."""
-    for parameter, error in list(wrong.items()):
-        if parameter in again and error <= 8 * float(_distance(again[parameter], expected.get(parameter))):
-            del wrong[parameter]
+    """Removes errors that are not much larger than what rounding changes in autograd's own sums.
+
+    Gradients may cancel to less than their rounding errors, which differ for other numbers and without TF32. A backward
+    that is not linear, as one that limits the gradient of the batch, differs for other numbers, too. Doubling numbers
+    changes no rounding, and so shows it.
+    """
+
+    def differences(scale: float) -> dict[nn.Parameter, float]:
+        return {p: float(_distance(g / scale, expected.get(p))) for p, g in _present(autograd(scale)) if p in wrong}
+
+    other, doubled, again = differences(_OTHER_SCALE), differences(2.0), differences(1.0)
+    for p, error in list(wrong.items()):
+        of_doubled = doubled.get(p, 0.0)
+        is_linear = of_doubled <= max(error / 4, 4 * again.get(p, 0.0)) or not math.isfinite(of_doubled)
+        if is_linear and error <= 8 * other.get(p, 0.0):
+            del wrong[p]
+    if any(p.is_cuda for p in wrong):
+        with _without_tf32():
+            exact = differences(1.0)
+        for p, error in list(wrong.items()):
+            if error <= 8 * exact.get(p, 0.0):
+                del wrong[p]
 
 
 def _present(sums: GradientSums) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
