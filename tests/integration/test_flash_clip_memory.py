@@ -91,7 +91,6 @@ def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monke
         return drawn
 
     monkeypatch.setattr(sums, "draw_normal", draw_normal)
-    monkeypatch.setattr(sums, "_MOST_NOISE", 0)  # which the noise of small sums may take on a CPU
     optimizer.step()
     weight, bias = ("0", 50 * 6 * DOUBLE), ("0", 50 * DOUBLE)
     assert seen == [{weight}, {weight, bias}, {("1", 50 * 50 * DOUBLE)}]

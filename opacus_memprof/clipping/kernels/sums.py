@@ -263,18 +263,15 @@ def add_noise(
         draw_and_add(list(group), std, generator, secure_mode, divisor)
 
 
-_MOST_NOISE = 1 << 20  # bytes that are drawn at once on the CPU, if no sum is larger
-
-
 def draw_and_add(
     sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, secure_mode: bool, divisor: float
 ) -> None:
     """Does the same as `add_noise`, with noise that is drawn first.
 
-    Draws noise for several sums at once, as long as it needs no more memory than the largest sum, or a little.
+    Draws noise for several sums at once, as long as it needs no more memory than the largest sum.
     """
-    most = max((total.nbytes if total.is_cuda else max(total.nbytes, _MOST_NOISE) for total in sums), default=0)
-    for batch in batches(sums, most, lambda total: total.nbytes):
+    largest = max((total.nbytes for total in sums), default=0)
+    for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)
         torch._foreach_add_(batch, drawn)
         del drawn  # before the next noise is drawn
