@@ -120,6 +120,7 @@ def local(parameter: Any) -> torch.Tensor:
 
 
 def run(rank: int, port: int) -> None:
+    torch.set_num_threads(1)  # see clip_ranks.py
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for case in CASES:
         found: list[Any] = [None, None]
@@ -133,7 +134,6 @@ def run(rank: int, port: int) -> None:
 def main() -> None:
     """Imports once, and forks the ranks."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

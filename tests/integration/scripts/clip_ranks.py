@@ -293,6 +293,8 @@ CASES: dict[str, Callable[[str], None]] = {
 
 
 def run(rank: int, backend: str, world: int, port: int, groups: list[str]) -> None:
+    # Before there are other threads: after a fork torch makes its pool of threads anew, which two may not do at once.
+    torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
         torch.backends.cudnn.allow_tf32 = False
@@ -311,7 +313,6 @@ def main() -> None:
     for late in ("torch._dynamo", "transformers.models.llama.modeling_llama"):
         importlib.import_module(late)
     gc.freeze()  # no rank's collection looks through all that was imported
-    torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains without Opacus in ways that are not the usual one, and prints what comes of each."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -103,3 +104,4 @@ shapes_from_the_first_batch()
 probed_before_its_first_pass()
 kept = in_parts(), compiled_after_the_optimizer_is_made()
 called_by_a_compiled_function()
+gc.collect()  # the compiled function's model is in a cycle

@@ -66,6 +66,7 @@ def act(wrap: str, rank: int) -> str:
 
 
 def run(rank: int, port: int) -> None:
+    torch.set_num_threads(1)  # see clip_ranks.py
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     clipping.register()
     for wrap in WRAPPERS:
@@ -78,7 +79,6 @@ def run(rank: int, port: int) -> None:
 def main() -> None:
     """Imports once, and forks the ranks."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
