@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from tests.exactness.judge import Batch, Change, Losses, Step, Verdict, judge, step
 
@@ -17,6 +18,12 @@ Allowed = Literal["exact", "refused", "either"]
 def losses_of_outputs(model: Any, batch: Batch) -> torch.Tensor:
     """The losses of a model that is called with the batch's tensors except ``scale``, and returns a tensor."""
     return per_sample(model(*inputs(batch)), batch)
+
+
+def loss_of_the_model(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss that a model returns which is called with the batch's tensors except ``scale``."""
+    loss: torch.Tensor = model(*inputs(batch))
+    return loss
 
 
 def inputs(batch: Batch) -> list[torch.Tensor]:
@@ -85,19 +92,30 @@ class Graph(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-class RoundedAnew(torch.autograd.Function):
-    """The identity. Its backward rounds otherwise in every call, as kernels with atomic operations do, but more."""
+def changed_in_backward(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns an identity whose backward changes the gradient."""
 
-    calls = itertools.count(1)
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return change(g)
 
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(g.numel(), dtype=g.dtype).view_as(g)
-        return g * (1 + 1e-9 * torch.sin(places * places + next(RoundedAnew.calls)))
+    return Identity.apply  # type: ignore[no-any-return]
+
+
+_BACKWARDS = itertools.count(1)
+
+
+@changed_in_backward
+def rounded_anew(g: torch.Tensor) -> torch.Tensor:
+    """Rounds otherwise in every call, as kernels with atomic operations do, but more."""
+    places = torch.arange(g.numel(), dtype=g.dtype).view_as(g)
+    return g * (1 + 1e-9 * torch.sin(places * places + next(_BACKWARDS)))
 
 
 def scales(size: int) -> torch.Tensor:

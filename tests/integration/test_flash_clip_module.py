@@ -12,7 +12,7 @@ from torch import nn
 
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.proof.prover import Prover
-from tests.exactness.program import RoundedAnew
+from tests.exactness.program import rounded_anew
 from tests.integration.flash_clip_models import (
     Transformer,
     convnet,
@@ -94,8 +94,7 @@ def test_autocast_keeps_what_was_computed_with(passes: int) -> None:
 
 class RoundedAnewMlp(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = RoundedAnew.apply(super().forward(x))
-        return output
+        return rounded_anew(super().forward(x))
 
 
 def test_rounding_that_is_new_in_each_run_repeats_no_module() -> None:

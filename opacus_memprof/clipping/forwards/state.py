@@ -58,19 +58,15 @@ class RandomState:
     def is_same(self, other: RandomState) -> bool:
         """Returns whether these are the other states."""
         mine, others = ([state.cpu, *[each for _, each in state.cuda]] for state in (self, other))
-        is_same_outside = self.python == other.python and _same_numpy(self.numpy, other.numpy)
-        return is_same_outside and all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+        return self.is_same_outside_torch(other) and all(map(torch.equal, mine, others))
+
+    def is_same_outside_torch(self, other: RandomState) -> bool:
+        """Returns whether the states of Python's and NumPy's generators are the other ones."""
+        return bool(self.python == other.python) and _same_numpy(self.numpy, other.numpy)
 
     def has_moved(self) -> bool:
         """Returns whether a random number has been drawn since then."""
-        if self.has_moved_outside_torch() or not torch.equal(self.cpu, torch.get_rng_state()):
-            return True
-        return any(not torch.equal(torch.cuda.get_rng_state(index), state) for index, state in self.cuda)
-
-    def has_moved_outside_torch(self) -> bool:
-        """Returns whether Python's or NumPy's generator has drawn a random number since then."""
-        numpy = sys.modules.get("numpy.random")
-        return bool(self.python != random.getstate()) or not _same_numpy(self.numpy, numpy and numpy.get_state())
+        return not self.is_same(self.later())
 
     def restore(self) -> None:
         """Sets the generators to these states."""

@@ -315,8 +315,8 @@ class Prover:
             trace = list(trace)  # backward adds layers that checkpoints run again
             patterns = self._patterns(outputs)
             batch, random = self.program.batch, self.program.random
-            draws, draws_outside = random.has_moved(), random.has_moved_outside_torch()
             end = random.later()
+            draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
             given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from tests.exactness.judge import Batch, Step, step
-from tests.exactness.program import Graph, Program, floats, of_shape, scales, several
+from tests.exactness.program import Graph, Program, changed_in_backward, floats, of_shape, scales, several
 
 Mix = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,41 +93,21 @@ def _largest_wins(h: torch.Tensor) -> torch.Tensor:
     return h + 0.5 * h[best]
 
 
-class _MixesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g - g.mean(0)
+@changed_in_backward
+def _centered_in_backward(g: torch.Tensor) -> torch.Tensor:
+    return g - g.mean(0)
 
 
-class _ScalesInBackward(torch.autograd.Function):
+@changed_in_backward
+def _limited_in_backward(g: torch.Tensor) -> torch.Tensor:
     """Limits the gradient of the whole batch, as some recipes do inside of models."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g / g.norm().clamp(min=1.0)
+    return g / g.norm().clamp(min=1.0)
 
 
-class _ScalesLargeGradients(torch.autograd.Function):
+@changed_in_backward
+def _limited_if_large(g: torch.Tensor) -> torch.Tensor:
     """Limits the gradient of the whole batch where it is larger than those that a proof draws."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g * (50 / g.norm().clamp(min=50))
+    return g * (50 / g.norm().clamp(min=50))
 
 
 MIXES: dict[str, Mix] = {
@@ -156,8 +135,8 @@ MIXES: dict[str, Mix] = {
     "number_of_samples": lambda h: h / len(h),
     "sorted": lambda h: h.sort(0).values,
     "ranks": lambda h: h * h.detach().argsort(0).argsort(0).to(h.dtype),
-    "in_backward": lambda h: _MixesInBackward.apply(h),
-    "scale_in_backward": lambda h: _ScalesInBackward.apply(h),
+    "in_backward": _centered_in_backward,
+    "scale_in_backward": _limited_in_backward,
     "shared_noise": lambda h: h + h.detach()[0],
     "statistics_of_the_others": lambda h: h + 1e-2 * (h.sum(0, keepdim=True) - h).detach().tanh(),
 }
@@ -242,6 +221,6 @@ PROGRAMS = [
         of_shape(4, 2, 4, 4),
         "refused",
     ),
-    Program("mix_large_gradients", _graph(_ScalesLargeGradients.apply), of_shape(5, 6), "refused"),
+    Program("mix_large_gradients", _graph(_limited_if_large), of_shape(5, 6), "refused"),
     Program("mix_large_others", _graph(_weakly(1e-6)), several(_large_others), "refused"),
 ]

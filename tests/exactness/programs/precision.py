@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.exactness.judge import Batch, Step
-from tests.exactness.program import Graph, Program, RoundedAnew, of_shape
-
-
-def _loss_of_the_model(model: Any, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = model(batch["x"])
-    return loss
+from tests.exactness.judge import Step
+from tests.exactness.program import Graph, Program, changed_in_backward, loss_of_the_model, of_shape, rounded_anew
 
 
 def _linear() -> nn.Module:
@@ -30,23 +25,17 @@ def _equal(batches: int, size: int, scale: float = 1.0) -> Callable[[], list[Ste
     return steps
 
 
-class _MixedInBackward(torch.autograd.Function):
-    """The identity. Its backward adds a little of the gradient of the sample before."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g + 1e-7 * g.roll(1, 0)
+@changed_in_backward
+def _mixed_in_backward(g: torch.Tensor) -> torch.Tensor:
+    """Adds a little of the gradient of the sample before."""
+    return g + 1e-7 * g.roll(1, 0)
 
 
 def _mixing_weakly() -> nn.Module:
     """Returns a loss, so that no gradient of another sample is zero, and rounds otherwise in every backward."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = model.last(torch.tanh(_MixedInBackward.apply(RoundedAnew.apply(model.first(x)))))
+        output: torch.Tensor = model.last(torch.tanh(_mixed_in_backward(rounded_anew(model.first(x)))))
         return output.square().sum()
 
     return Graph(forward, first=nn.Linear(6, 16), last=nn.Linear(16, 12))
@@ -54,7 +43,7 @@ def _mixing_weakly() -> nn.Module:
 
 _BF16, _FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}
 PROGRAMS = [
-    Program("precision_rounds_anew_and_mixes", _mixing_weakly, of_shape(8, 6), "refused", _loss_of_the_model),
+    Program("precision_rounds_anew_and_mixes", _mixing_weakly, of_shape(8, 6), "refused", loss_of_the_model),
     # Added up in bf16, a sum of ones stays at 256.
     *(
         Program(f"precision_{name}", _linear, steps, "exact", settings={**settings, "removes": False})

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from tests.exactness.judge import Batch
-from tests.exactness.program import Graph, Program, inputs, of_shape
+from tests.exactness.program import Graph, Program, changed_in_backward, loss_of_the_model, of_shape
 
 _DISTANCE = 4
 Mix = Callable[[torch.Tensor], torch.Tensor]
@@ -38,22 +36,10 @@ def _with_sample_8(h: torch.Tensor) -> torch.Tensor:
     return torch.cat([h[:1] + h.detach()[8:9].sum(0), h[1:]])
 
 
-class _ScalesInBackward(torch.autograd.Function):
+@changed_in_backward
+def _scaled_in_backward(g: torch.Tensor) -> torch.Tensor:
     """Limits the gradient of the first samples by the size of the later ones."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
-        return h.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        return g / (1 + g[_DISTANCE:].norm())
-
-
-def _loss_of_the_model(model: Any, batch: Batch) -> torch.Tensor:
-    out: torch.Tensor = model(*inputs(batch))
-    return out
+    return g / (1 + g[_DISTANCE:].norm())
 
 
 def _in_outputs(mix: Mix) -> Callable[[], nn.Module]:
@@ -99,11 +85,9 @@ PROGRAMS = [
             _pair(lambda m, x, mix=mix: m.last(mix(torch.tanh(m.first(x)))).sum()),
             of_shape(9, 6),
             "refused",
-            _loss_of_the_model,
+            loss_of_the_model,
         )
         for name, mix in (("later", _with_later_samples), ("0", _with_sample_0))
     ),
-    Program(
-        "single_gradient", _pair(lambda m, x: m.last(_ScalesInBackward.apply(m.first(x)))), of_shape(9, 6), "refused"
-    ),
+    Program("single_gradient", _pair(lambda m, x: m.last(_scaled_in_backward(m.first(x)))), of_shape(9, 6), "refused"),
 ]
