@@ -371,7 +371,7 @@ class Prover:
     ) -> list[Doubt]:
         """Returns the layers whose data for kept samples differs, by more than rounding.
 
-        If there is a difference, rounding is measured first: `again` runs the base once more.
+        If there is a difference, rounding is measured first, by more runs of the base, which `again` makes.
 
         Raises:
             MixingError: an output differs.
