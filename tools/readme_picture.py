@@ -20,7 +20,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "out_of_memory.svg"
-WIDTH = 88
+WIDTH = 106
 COMMAND = "opacus-memprof run --virtual-gpu t4 train.py --batch-size 128 --steps 2"
 CHANGE = "--max-physical-batch-size"
 

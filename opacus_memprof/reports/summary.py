@@ -165,7 +165,7 @@ def print_verdict(verdict: VerdictView, console: Console) -> None:
         console.print(f"[bold]{tr_sentence(label)}[/] {shown}" if label else shown, highlight=False)
     if not verdict.fixes:
         if verdict.outcome == "failed":
-            console.print(f"\n{escape(tr_sentence(verdict.heading))}")
+            console.print(f"\n{escape(tr_sentence(verdict.heading))}", highlight=False)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column()
@@ -183,7 +183,9 @@ def print_verdict(verdict: VerdictView, console: Console) -> None:
     for line in verdict.fixes[0].code.splitlines():  # whole, so that it can be copied
         console.print(f"   {escape(line)}", style="cyan", highlight=False, soft_wrap=True)
     if verdict.command:
-        console.print(f"{tr('try these without a GPU:')} {escape(verdict.command)}", style="dim", soft_wrap=True)
+        console.print(
+            f"{tr('try these without a GPU:')} {escape(verdict.command)}", style="dim", soft_wrap=True, highlight=False
+        )
 
 
 def format_verdict(verdict: VerdictView, width: int = 100) -> str:
