@@ -25,3 +25,10 @@ def recording() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     native.cuda_uninstall()
+
+
+@pytest.fixture(autouse=True)
+def cache_given_back() -> Iterator[None]:
+    """What a test left cached does not stay reserved while tests of other processes wait for an empty GPU."""
+    yield
+    torch.cuda.empty_cache()

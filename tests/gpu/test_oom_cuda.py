@@ -15,6 +15,7 @@ import torch
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.pytest_plugin.clean_session import empty_caches
 from tests.planted_oom import FLASH_CLIP_PLANS, PLANS, Changes, Plan, train
 
 _PATIENCE = 600  # seconds
@@ -46,6 +47,7 @@ def gpu_alone() -> Iterator[None]:
                 pytest.skip(f"other processes hold {format_bytes(others)} of the GPU")
             time.sleep(1)
         yield
+        empty_caches()  # the next process would wait for it
 
 
 def _of_others() -> int:
