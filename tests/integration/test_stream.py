@@ -18,7 +18,8 @@ from opacus_memprof.profiles.live_memory import LiveDevice, LiveMemory
 from opacus_memprof.profiles.profile import HookedActivations
 from opacus_memprof.recording import native
 from opacus_memprof.recording.live import read_live
-from opacus_memprof.recording.stream import JsonLines
+from opacus_memprof.recording.prometheus import PrometheusFile
+from opacus_memprof.recording.stream import JsonLines, make_sinks
 
 MIB = 2**20
 
@@ -105,9 +106,13 @@ def reading(step: int) -> LiveMemory:
     return LiveMemory(unix_ns=0, pid=1, rank=None, step=step, logical_step=0, devices={"cpu": device})
 
 
-def test_a_file_of_lines_stays_bounded_and_whole(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "memory.jsonl", max_bytes=2000)
+def test_a_file_of_lines_stays_bounded_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sink, prometheus = JsonLines("memory.jsonl", max_bytes=2000), PrometheusFile("memory.prom")
     sink.open()
+    monkeypatch.chdir("/")  # as a program may
+    prometheus.write(reading(7))
+    assert metrics((tmp_path / "memory.prom").read_text())["opacus_memprof_steps",] == 7
     for number in range(200):
         sink.write(reading(number))
     sink.close()
@@ -226,11 +231,12 @@ def test_a_stream_that_fails_ends_alone(tmp_path: Path, fails: str, sentence: st
 
 
 def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
+    assert str(make_sinks("http://127.0.0.1:9464")[0]) == "http://127.0.0.1:9465"  # of its machine
     with opacus_memprof.profile(tmp_path / "p", device="cpu", stream=tmp_path / "memory.jsonl"):
         pass
-    assert lines(tmp_path / "memory.rank_1.jsonl")[0]["rank"] == 1
+    assert lines(tmp_path / "memory.rank_5.jsonl")[0]["rank"] == 5
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,7 @@ def test_what_is_refused(
 
 
 def test_a_port_that_is_taken(tmp_path: Path, unused_port: int) -> None:
-    address = f"http://127.0.0.1:{unused_port}"
+    address, opened = f"http://127.0.0.1:{unused_port}", FullDisk("")
     import socket
 
     with socket.socket() as listener:
@@ -268,7 +274,8 @@ def test_a_port_that_is_taken(tmp_path: Path, unused_port: int) -> None:
         listener.listen()
         with (
             pytest.raises(opacus_memprof.MemprofError, match=f"cannot serve on {address}"),
-            opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[tmp_path / "m.jsonl", address]),
+            opacus_memprof.profile(tmp_path / "p", device="cpu", stream=[opened, address]),
         ):
             pass
+    assert opened.calls == ["open", "close"]
     assert opacus_memprof.session.current() is None

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.pytest_plugin.limits import check_leaks
+from opacus_memprof.pytest_plugin.limits import check_leaks, select
+from opacus_memprof.recording import native
 from tests.plugin.conftest import Run
+from tests.unit.made_profiles import a_device, a_peak
 
 
 def test_a_peak_above_the_limit_fails_and_says_what_it_was(run: Run) -> None:
@@ -169,6 +171,15 @@ def test_a_leak_is_said_to_be_its_module_s() -> None:
     item: Any = SimpleNamespace(iter_markers=lambda name: [pytest.mark.limit_gpu_leaks("1 B").mark])
     leaked = {"device": "cpu", "bytes": 3 << 20, "category": "noise", "module": "head", "phase": "noise", "step": 2}
     assert "3.00 MiB  noise of head, made in noise of step 2" in str(check_leaks(item, [leaked]))
+    item = SimpleNamespace(iter_markers=lambda name: [pytest.mark.limit_gpu_leaks("3 MiB").mark])
+    assert check_leaks(item, [leaked, {**leaked, "device": "cuda:0"}]) is None  # as much on each device
+
+
+def test_a_module_is_not_one_whose_name_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"1": {"noise": 1}, "1.fc": {"noise": 2}, "10": {"noise": 4}}
+    monkeypatch.setattr(native, "names", lambda: {"modules": list(modules)})
+    used, _, counted, _ = select(a_device(peak=a_peak(modules=modules)), None, "1", None)
+    assert (used, counted) == (3, {"1": 1, "1.fc": 2})
 
 
 WRONG = [

@@ -12,6 +12,7 @@ from made_profiles import a_live_peak, a_profile
 from opacus_memprof.analysis.profile import build_profile, load_profile, read_timelines, write_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.live_memory import LivePeak
+from opacus_memprof.profiles.profile import ReservedPeak
 
 PUBLIC = [name for name in CATEGORIES if not name.startswith("activation_hooks") and name != "forward_undecided"]
 
@@ -77,7 +78,7 @@ def test_a_proof_is_a_phase_of_its_own(tmp_path: Path) -> None:
     peaks = {phase: row["peak_bytes"] for phase, row in device["phases"].items()}
     assert (peaks["proof"], peaks["forward"], peaks["backward"]) == (1900, 1100, 1200)
     assert sum(device["phases"]["backward"]["categories"].values()) == 1200
-    assert device["timeline"]["phase"][2:6] == ["proof"] * 4
+    assert device["timeline"]["phase"][2:7] == [*["proof"] * 4, "forward"]
 
 
 def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
     assert peak["remainder_bytes"] == 0
     assert peak["activation_hooks"] == {"shared_with_autograd": 0, "opacus_only": 300}
     assert peak["modules"] == {"fc": in_use}
+    assert list(peak["ops"]) == ["", "mm", "linear"]  # the largest first
     assert peak["born_in"] == {
         "setup": {"model_parameters": 1000},
         "forward": {"activation_hooks": 300},
@@ -241,7 +243,10 @@ def test_an_allocation_of_forward_that_failed_is_one_of_activations(tmp_path: Pa
 
 
 def test_the_counters_add_what_the_allocator_had(tmp_path: Path) -> None:
-    profile = built(a_step(), tmp_path, peaks=live_peak(1750, allocated=2048, reserved=8192))
+    peaks = live_peak(1750, allocated=2048, reserved=8192)
+    peaks["cuda:0"].reserved_peak = ReservedPeak(bytes=9000, step=3, phase="clip")
+    profile = built(a_step(), tmp_path, peaks=peaks)
+    assert profile["devices"]["cuda:0"]["reserved_peak"] == {"bytes": 9000, "step": 3, "phase": "clip"}
     peak = profile["devices"]["cuda:0"]["peak"]
     assert peak["counted_bytes"] == 1750
     assert peak["allocated_bytes"] == 2048

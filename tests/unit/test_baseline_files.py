@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of baselines: what an update keeps, what has grown, and where they cannot be written."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec import structs
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.difference import Baseline, BaselineKey
 from opacus_memprof.pytest_plugin import baseline
+from tests.unit.made_profiles import a_device, a_peak
 
 
 def measured_on(device: str, peak: int) -> Baseline:
@@ -19,6 +23,26 @@ def test_an_update_replaces_the_entry_of_its_device(tmp_path: Path) -> None:
     for device, peak in (("cpu", 1), ("NVIDIA H200", 2), ("cpu", 3)):
         baseline.update(file, measured_on(device, peak))
     assert {(entry.key.device, entry.peak_bytes) for entry in baseline.read(file)} == {("cpu", 3), ("NVIDIA H200", 2)}
+
+
+def test_the_device_with_the_highest_peak_is_measured() -> None:
+    devices = {f"cuda:{n}": a_device(peak=a_peak(requested_bytes=size)) for n, size in enumerate((1, 3, 2))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda name: f"GPU of {name}")
+        patch.setattr(torch, "__version__", "2.15.0+cu132")
+        measured = baseline.measure(devices, {"hooks", "ghost", "flash_clip"})
+    assert (measured.key.device, measured.key.torch, measured.peak_bytes) == ("GPU of cuda:1", "2.15.0", 3)
+    assert measured.key.mode == "flash_clip+ghost+hooks"
+
+
+def test_of_many_modules_those_that_grew_most_are_named(tmp_path: Path) -> None:
+    def measured(*sizes: int) -> Baseline:
+        modules = {f"layer{n}": {"noise": size} for n, size in enumerate(sizes)}
+        return structs.replace(measured_on("cpu", sum(sizes)), modules=modules)
+
+    said = baseline.compare([measured(8, 8, 8, 8, 9)], measured(9, 11, 12, 10, 1), 0.02, tmp_path)
+    assert said is not None
+    assert re.findall("in (layer[0-9])", said) == ["layer2", "layer1", "layer3"]
 
 
 @pytest.mark.parametrize(("peak", "grew"), [(100, False), (101, False), (102, True), (99, False)])

@@ -104,6 +104,7 @@ def test_in_words(change: dict[str, Any], sentence: str, tmp_path: Path) -> None
     ("content", "needed"),
     [
         ({"format": 2, "versions": {"opacus_memprof": "0.7.1"}}, "opacus-memprof 0.7.1, which wrote it, or newer"),
+        ({"format": 2, "environment": {"opacus_memprof": "8"}}, "opacus-memprof 8, which wrote it, or newer"),
         ({"format": 3}, "a newer opacus-memprof"),
         ({"format": 2, "versions": 3}, "a newer opacus-memprof"),
     ],

@@ -15,6 +15,7 @@ from opacus_memprof.planning.configuration import Range, parse_modes, parse_rang
         ("--batch_size 3", "--batch_size 7"),
         ("--batch-size=3 x", "--batch-size=7 x"),
         ("batch_size=3", "batch_size=7"),
+        ("--batch-size", "--batch-size --batch-size 7"),
         ("batch-size 3", "batch-size 3 --batch-size 7"),  # words of the program's own
     ],
 )

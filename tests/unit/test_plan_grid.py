@@ -2,6 +2,7 @@
 """The cells of a plan and their order, and the table's width."""
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range, parse_search
 from opacus_memprof.planning.report import print_cells
 from opacus_memprof.planning.table import PlannedCell, make_cells, smallest_gpus
-from opacus_memprof.planning.virtual_run import VirtualRun
+from opacus_memprof.planning.virtual_run import VirtualRun, run_environment
 
 EXPANDABLE = ("expandable_segments:True", "expandable_segments:False")
 
@@ -40,12 +41,16 @@ def test_the_least_change_comes_first() -> None:
     assert listed == [(length, *values) for length in (128, 512) for values in of_a_length]
 
 
-def test_each_cell_is_what_it_says() -> None:
+def test_each_cell_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = cells_of_everything()[11]
     assert cell.label == "seq=512, ghost, expandable_segments:True on a100-40"
     assert cell.configuration.program.arguments == ("--mode", "ghost", "--seq", "512")
     assert cell.configuration.changes == ({"kind": "allocator_setting", "value": "expandable_segments:True"},)
     assert (cell.configuration.gpu, cell.configuration.ranks) == ("a100-40", 8)
+    assert PlannedConfiguration.from_json(json.loads(json.dumps(cell.configuration.to_json()))) == cell.configuration
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    settings = run_environment(cell.configuration, threads=None)["PYTORCH_CUDA_ALLOC_CONF"]
+    assert settings == "max_split_size_mb:64,expandable_segments:True"
 
 
 def test_of_several_searches_the_first_range_is_searched() -> None:
@@ -53,7 +58,7 @@ def test_of_several_searches_the_first_range_is_searched() -> None:
     asked = parse_search(["seq-length=512,128", "batch-size=1..4096", "layers=3..20"])
     assert asked.searched == Range("batch-size", 1, 4096)
     assert asked.others == {"seq-length": [512, 128], "layers": [3, 6, 12, 20]}
-    assert parse_search(["n=1..4", "m=4..4"]).others == {"m": [4]}
+    assert parse_search(["n=1..4", "m=4..4", "k=2..8"]).others == {"m": [4], "k": [2, 4, 8]}
 
 
 def test_words_are_passed_on_as_they_are_written() -> None:
@@ -71,6 +76,7 @@ def test_words_are_passed_on_as_they_are_written() -> None:
     [
         (["n=1..4", "n=8..9"], "names n twice"),
         (["n=1,2", "n=1..4", "n=3"], "names n twice"),
+        (["n=0..4"], "sizes begin at 1"),
         (["n=1,2", "m=9..1"], "is a range with nothing in it"),
         (["n="], "is not of the form ARGUMENT=LOW..HIGH"),
         (["n=a,"], "is not of the form ARGUMENT=LOW..HIGH"),

@@ -204,7 +204,7 @@ def test_closing_cancels_runs_that_wait_in_an_executor(tmp_path: Path) -> None:
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
     """It fits in the least memory that a virtual GPU can have, which is more."""
-    run: Any = SimpleNamespace(requested=2**20, reserved=2 * 2**20, context=300 * 2**20, retries=0, fits=True)
+    run: Any = SimpleNamespace(requested=2**20, reserved=2 * 2**20 - 1, context=300 * 2**20, retries=0, fits=True)
     runs: Any = SimpleNamespace(workers=2, all=lambda configurations: [run for _ in configurations])
     configuration = PlannedConfiguration(PlannedProgram("train.py"), "h200")
     assert least_memory(runs, configuration, run) == 302 * 2**20

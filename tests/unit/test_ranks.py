@@ -274,6 +274,11 @@ def test_ranks_that_a_smaller_job_does_not_have_go(tmp_path: Path) -> None:
         write(tmp_path, rank, activations=100)
         (tmp_path / f"rank_{rank}/events.bin").write_bytes(b"OMEMPROF")
     (tmp_path / "ranks.json").write_text("{}")
+    first_of_a_machine = ProfileDirectory(tmp_path / "rank_1", replace(JOB, rank=1, world_size=2))
+    first_of_a_machine.clear()
+    first_of_a_machine.release()
+    assert (tmp_path / "ranks.json").exists()
+    write(tmp_path, 1, activations=100)
     claimed = ProfileDirectory(tmp_path / "rank_0", replace(JOB, world_size=2))
     claimed.clear()
     claimed.release()
@@ -298,13 +303,15 @@ def test_ranks_are_gathered_from_machines_without_a_common_disk(tmp_path: Path) 
     for rank in range(4):
         shutil.copytree(tmp_path / "whole" / f"rank_{rank}", tmp_path / "ab"[rank // 2] / f"rank_{rank}")
     (tmp_path / "b" / "rank_3" / ".lock").touch()
+    (tmp_path / "a" / "rank_1" / "events.1.bin").touch()
     address = f"memory://{tmp_path.name}"
 
     def merge(*arguments: str) -> Result:
         return CliRunner().invoke(app, ["merge", *arguments])
 
-    for machine in ("a", "b", "b"):  # also again
+    for machine in ("a", "b", "a"):  # also again, a shorter run
         assert merge(str(tmp_path / machine), "-o", address).exit_code == 0
+        (tmp_path / "a" / "rank_1" / "events.1.bin").unlink(missing_ok=True)
     result = merge(address, "-o", str(tmp_path / "merged"))
     assert result.exit_code == 0, result.output
     assert "rank 2" in result.output
@@ -314,6 +321,7 @@ def test_ranks_are_gathered_from_machines_without_a_common_disk(tmp_path: Path) 
     ]
     assert json.loads((tmp_path / "merged" / "ranks.json").read_text()) == json.loads(to_json(whole))
     assert not (tmp_path / "merged" / "rank_3" / ".lock").exists()
+    assert not (tmp_path / "merged" / "rank_1" / "events.1.bin").exists()
 
     for rank in range(4):  # as each rank does at its end
         copy_rank(tmp_path / "ab"[rank // 2] / f"rank_{rank}", f"{address}/again")

@@ -122,6 +122,13 @@ def test_where_nobody_counts_nothing_is_claimed(cuda: Any, counts: Any) -> None:
     assert device["remainder"] is device["rounding"] is device["cached"] is device["allocated_bytes"] is None
 
 
+def test_an_empty_device_is_counted(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.snapshot("now")["devices"]["cuda:0"] = {"requested_bytes": 0, "categories": {"noise": 0}}
+    cuda.stats = stats(requested_bytes=0, active_bytes=0, allocated_bytes=0, reserved_bytes=2**21)
+    device = snapshot_of_gpu()
+    assert (device["remainder"], device["allocated_bytes"], device["cached"]) == (0, 0, 2**21)
+
+
 def test_a_device_in_error_leaves_what_is_known(cuda: Any) -> None:
     cuda.free = None
     device = snapshot_of_gpu()
