@@ -2,7 +2,7 @@
 # Needs python3 (3.10 or newer, with its headers), a C++20 compiler and make.
 #
 #   make profile    trains examples/train_transformer.py under the profiler and prints where the memory went
-#   make test       every check and test
+#   make test       every check, and the tests that are not nightly
 #   make format     formats all sources
 #   make docs       the documentation as a site: build/site/index.html
 #   make docs-output    makes the pictures of the documentation again: two minutes
@@ -11,6 +11,7 @@
 #   make wheels         wheels, each for one Python and several torches, built and tried: takes long, and 5 GB for each torch
 #   make lowest         builds and tries the lowest versions that pyproject.toml allows
 #   make matrix         builds and tries every torch that is claimed: takes long, and 5 GB of disk for each
+#   make nightly-test   the tests marked nightly: takes as long again
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #   make bench          short benchmarks: says which got slower than the committed ratios; two minutes on a quiet machine
 #   make faults         plants faults, which the tests must find: takes half an hour
@@ -32,7 +33,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs docs-output cpp-test python-test opacus-suite bench faults matrix try lowest try-lowest wheels wheel try-wheel \
+.PHONY: profile test lint docs docs-output cpp-test python-test nightly-test opacus-suite bench faults matrix try lowest try-lowest wheels wheel try-wheel \
         release-check format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
@@ -68,8 +69,12 @@ VIRTUAL_GPU := h200
 CUDA_TESTS := tests/gpu tests/integration
 python-test: $(VENV)/.opacus-memprof-built
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -n auto -m cuda --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25
+	    $(BIN)/python -m pytest -n auto -m 'cuda and not nightly' --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25 -m 'not nightly'
+
+nightly-test: export OMP_NUM_THREADS ?= 1
+nightly-test: $(VENV)/.opacus-memprof-built
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25 -m nightly
 
 opacus-suite: $(VENV)/.opacus-memprof-built
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py

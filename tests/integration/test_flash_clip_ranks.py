@@ -38,7 +38,7 @@ WITH_FOUR = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("groups", ["ddp dpddp", "fsdp2"])
 def test_ranks_train_as_one_process(groups: str, world: int) -> None:
     check_cases("gloo", world, groups.split() if world == 2 else WITH_FOUR[groups], ENVIRONMENT)

@@ -25,7 +25,11 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("kind", "memory", "waste"),
-    [("lstm", 360 * 2**20, 0.99), ("cnn", None, 1.04), ("transformer", None, 1.2)],
+    [
+        pytest.param("lstm", 360 * 2**20, 0.99, marks=pytest.mark.nightly),
+        ("cnn", None, 1.04),
+        pytest.param("transformer", None, 1.2, marks=pytest.mark.nightly),
+    ],
     ids=["an LSTM that does not fit", "a CNN with drawn batches", "a transformer"],
 )
 def test_a_gpu_must_have_what_is_needed(kind: str, memory: int | None, waste: float, tmp_path: Path) -> None:

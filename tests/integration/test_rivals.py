@@ -72,7 +72,7 @@ def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "out/rivals-dark.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) -> None:
     """Processes with parts of one batch take the step of clipping by hand on the whole of it.
@@ -102,7 +102,7 @@ def test_models_that_fsdp_shards(check: ModuleType, tmp_path: Path, ranks: int) 
     assert f"| ghost_fsdp, {library} |" in (tmp_path / "out/rivals.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU's libraries have not been built"
 )
