@@ -91,6 +91,8 @@ def serve(listener: socket.socket) -> None:
 
 def answer(server, connection: socket.socket) -> None:
     """Forks the process of one program, waits for it, and ends it where the other side of the connection is ended."""
+    from opacus_memprof.planning.fork_server import send_exit_code
+
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as file:
         arguments, directory, environment = json.loads(file.read(*struct.unpack("=I", size)))
@@ -109,12 +111,7 @@ def answer(server, connection: socket.socket) -> None:
         server.run(partial(run_program, arguments))
     for stream in streams:
         os.close(stream)
-    ready, _, _ = select.select([connection, os.pidfd_open(child)], [], [])
-    if connection in ready:
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
+    send_exit_code(child, connection)
 
 
 def run_program(arguments: list[str]) -> None:

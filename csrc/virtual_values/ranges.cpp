@@ -8,10 +8,17 @@
 namespace opacus_memprof::virtual_values {
 namespace {
 
+// Copies what is written already, so that each copy is twice as long as the one before.
 void fill(Span span, const Pattern& pattern) {
   std::uint8_t* const bytes = bytes_at(span.begin);
-  for (std::size_t index = 0; index < span.size(); ++index) {
+  std::size_t written = std::min<std::size_t>(pattern.size, span.size());
+  for (std::size_t index = 0; index < written; ++index) {
     bytes[index] = pattern.bytes[(span.begin + index) % pattern.size];
+  }
+  while (written < span.size()) {
+    const std::size_t next = std::min(written, span.size() - written);
+    std::memcpy(bytes + written, bytes, next);  // whole periods come before
+    written += next;
   }
 }
 

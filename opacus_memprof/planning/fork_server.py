@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process from which planned runs are forked: `python -m opacus_memprof.planning.fork_server PACKAGE...`.
+"""The process from which planned runs are forked: `python -m opacus_memprof.planning.fork_server SOCKET PACKAGE...`.
 
 It imports the packages once, which takes most of a short run's time, and forks for each run: before CUDA is
-initialised, while there is one thread, and with the packages hidden until the program imports them. For each run, a
-line of standard input has the configuration, the directory and the log, and a line of standard output has the exit
-code.
+initialised, while there is one thread, and with the packages hidden until the program imports them. SOCKET is a file
+descriptor, over which a socket comes for each run: its other side sends a line with the configuration, the directory
+and the log, and gets the exit code.
 """
 
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -49,6 +52,8 @@ class ForkServer:
         if run_process.SET_BY_TORCH not in self._environment:
             os.environ.pop(run_process.SET_BY_TORCH, None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs handle it
+        gc.freeze()  # a search through the heap, such as that for models, leaves out what was imported
+        gc.callbacks.append(_unfreeze)
 
     def can_fork(self) -> bool:
         """Returns whether this process has one thread, and the packages have not changed its environment."""
@@ -104,15 +109,46 @@ class ForkServer:
             os.execve(self._command[0], self._command, self._environment)
 
 
-def serve(server: ForkServer) -> None:
-    """Runs the requested programs, one after the other, until standard input ends."""
-    while line := sys.stdin.readline():
-        configuration, directory, log = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _run(server, configuration, directory, log)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+def _unfreeze(phase: str, collection: dict[str, int]) -> None:
+    """Makes full collections what they are in a new process; how many objects they see decides when the next one is."""
+    if collection["generation"] == 2:
+        gc.unfreeze()
+
+
+def serve(server: ForkServer, requests: socket.socket) -> None:
+    """Runs the requested programs, several at once, until the other side of the socket is closed."""
+    answering: set[int] = set()
+    while descriptors := socket.recv_fds(requests, 1, 1)[1]:
+        with socket.socket(fileno=descriptors[0]) as connection:
+            child = os.fork()
+            if child == 0:
+                requests.close()
+                _answer(server, connection)
+        answering.add(child)
+        answering -= {each for each in answering if os.waitpid(each, os.WNOHANG)[0]}
+    for each in answering:
+        os.waitpid(each, 0)
+
+
+def _answer(server: ForkServer, connection: socket.socket) -> NoReturn:
+    with connection.makefile() as lines:
+        configuration, directory, log = json.loads(lines.readline())
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _run(server, configuration, directory, log)
+    send_exit_code(child, connection)
+
+
+def send_exit_code(child: int, connection: socket.socket) -> NoReturn:
+    """Sends the exit code of a child when it has ended, and ends this process. Kills it if the connection is closed."""
+    ready, _, _ = select.select([connection.fileno(), os.pidfd_open(child)], [], [])
+    if connection.fileno() in ready:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def _run(server: ForkServer, configuration: str, directory: str, log: str) -> NoReturn:
@@ -125,9 +161,10 @@ def _run(server: ForkServer, configuration: str, directory: str, log: str) -> No
 
 def main() -> None:
     """Serves runs; ends at once if this process cannot be forked."""
-    server = ForkServer(sys.argv[1:])
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    server = ForkServer(sys.argv[2:])
     if server.can_fork():
-        serve(server)
+        serve(server, requests)
     sys.stdout.flush()
     os._exit(0)  # exit handlers of the packages are meant for programs
 

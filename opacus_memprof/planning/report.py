@@ -368,6 +368,5 @@ def smallest_content(candidate: str, cell: PlannedCell | None) -> SmallestGpu:
 
 
 def _fields(run: VirtualRun) -> dict[str, Any]:
-    """Returns the fields of a run in plan.json: all except fields that only planning needs."""
-    fields = {key: value for key, value in asdict(run).items() if key != "packages"}
-    return {f"{key}_bytes" if key in _SIZES else key: value for key, value in fields.items()}
+    """Returns the fields of a run in plan.json."""
+    return {f"{key}_bytes" if key in _SIZES else key: value for key, value in asdict(run).items()}

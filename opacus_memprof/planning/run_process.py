@@ -11,7 +11,6 @@ import os
 import random
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +33,6 @@ _SEED = (
 SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that torch sets when the first optimizer is made, and that no package reads when imported."""
 
-_IMPORTED_LATER = (
-    "torch._dynamo",  # by the first optimizer
-    "opacus_memprof.clipping.engine",
-    "opacus_memprof.reports.summary",  # not what loads _C, which cannot record in a fork
-)
-
 
 class RunFacts:
     """Writes facts.json when the process ends.
@@ -56,13 +49,9 @@ class RunFacts:
         self._reserved = 0  # the highest peak before the program reset torch's
         self._steps = 0  # of any optimizer, including a training that the profiler does not follow
         self._torch_imported = False
-        self._environment = dict(os.environ)
-        self._packages: list[str] = []  # packages that were imported with this environment
         atexit.register(self._write)
         AfterImport("torch", self._on_torch_import)
         AfterImport("opacus", self._on_opacus_import)
-        for package in _IMPORTED_LATER:
-            AfterImport(package, partial(self._note_import, package))
 
     def _on_torch_import(self) -> None:
         import torch
@@ -72,7 +61,6 @@ class RunFacts:
         torch.default_generator.manual_seed(_SEED)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(_SEED)
-        self._note_import("torch")
         register_optimizer_step_post_hook(self._on_step)
         reset = torch.cuda.memory.reset_peak_memory_stats
 
@@ -90,14 +78,9 @@ class RunFacts:
         from opacus_memprof.planning.changes import OpacusSetup
 
         self._setup = OpacusSetup(self._configuration.changes)
-        self._note_import("opacus")
-
-    def _note_import(self, package: str) -> None:
-        if (self._packages or package == "torch") and not has_changed(self._environment):
-            self._packages.append(package)
 
     def _write(self) -> None:
-        facts: dict[str, Any] = {"refused": self.refused, "packages": self._packages}
+        facts: dict[str, Any] = {"refused": self.refused}
         if self._torch_imported:
             facts |= self._of_gpu()
         if self._setup is not None:

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from opacus_memprof.errors import MemprofError
@@ -51,11 +52,12 @@ class PlannedRuns:
         self._journal = Journal(directory / PLANNED_RUNS)
         self._known = self._read_known()
         self.kept = len(self._known)
-        self._packages: tuple[str, ...] = ()  # packages that the program imports, known after its first run
         self._processes = Processes()
+        self._stopped = False
         self._pool = DevicePool(range(workers), stop=self._stop)
         self._threads = max(1, len(os.sched_getaffinity(0)) // workers)
-        self._forked: dict[int, ForkedRuns] = {}  # by worker
+        self._forked: dict[frozenset[tuple[str, str]], ForkedRuns] = {}  # by environment
+        self._starting = Lock()
 
     def all(self, configurations: Sequence[PlannedConfiguration]) -> list[VirtualRun]:
         """Runs configurations, several at once. Returns the runs in the order of the configurations."""
@@ -77,25 +79,27 @@ class PlannedRuns:
         directory = self.directory / RUNS / key
         if self._executor is not None:
             return self._executor.submit(run_elsewhere, configuration.to_json(), str(directory))
-        return self._pool.submit(lambda worker: self._run(configuration, directory, worker))
+        return self._pool.submit(lambda worker: self._run(configuration, directory))
 
-    def _run(self, configuration: PlannedConfiguration, directory: Path, worker: int) -> VirtualRun:
-        forked = self._forked_runs(configuration, worker)
-        return run_virtually(configuration, directory, self._threads, forked, self._processes)
+    def _run(self, configuration: PlannedConfiguration, directory: Path) -> VirtualRun:
+        forked = self._forked_runs(run_environment(configuration, self._threads))
+        run = run_virtually(configuration, directory, self._threads, forked, self._processes)
+        if run.status == "killed" and not self._stopped:  # perhaps the machine had no memory left for it
+            run = run_virtually(configuration, directory, self._threads, forked, self._processes)
+        return run
 
-    def _forked_runs(self, configuration: PlannedConfiguration, worker: int) -> ForkedRuns | None:
-        """Returns the worker's ForkedRuns; None for the program's first run, and if allocator settings are tried."""
-        environment = run_environment(configuration, self._threads)
-        if not self._packages or environment != run_environment(replace(configuration, changes=()), self._threads):
-            return None
-        if worker not in self._forked:
-            self._forked[worker] = ForkedRuns(self._packages, environment)
-        return self._forked[worker]
+    def _forked_runs(self, environment: Mapping[str, str]) -> ForkedRuns:
+        with self._starting:
+            key = frozenset(environment.items())
+            if key not in self._forked:
+                self._forked[key] = ForkedRuns(environment)
+                if self._stopped:
+                    self._forked[key].close()
+            return self._forked[key]
 
     def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
         """Writes a completed run to the journal, unless it is known."""
         key = _key(configuration)
-        self._packages = self._packages or run.packages
         if key in self._known:
             return
         self._known[key] = run
@@ -109,16 +113,18 @@ class PlannedRuns:
         self._pool.close()
 
     def _stop(self) -> None:
+        self._stopped = True
         self._processes.kill()
-        for forked in list(self._forked.values()):
-            forked.close()
+        with self._starting:
+            for forked in self._forked.values():
+                forked.close()
 
     def _read_known(self) -> dict[str, VirtualRun]:
         known = {}
         for entry in self._journal.entries():
             try:
                 run = VirtualRun(**entry["run"])
-                if Path(run.directory).is_dir():
+                if run.status in ("finished", "out_of_memory") and Path(run.directory).is_dir():
                     known[entry["key"]] = run
             except (KeyError, TypeError):
                 continue

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,15 @@ from opacus_memprof.profiles.files import read_object, writing
 LOG = "log.txt"
 FACTS = "facts.json"  # data that the process writes when it ends
 PROFILE_OF_RUN = "profile"
+PACKAGES = (
+    "torch",
+    "opacus",
+    "torch._dynamo",  # by the first optimizer
+    "opacus_memprof.clipping.engine",
+    "opacus_memprof.reports.summary",  # not what loads _C, which cannot record in a fork
+)
+"""What a run imports, before it is forked."""
+_PATIENCE_S = 0.5
 _SUMMARY = "opacus-memprof  "  # begins the profiler's output after the program's own
 
 
@@ -44,8 +54,6 @@ class VirtualRun:
         poisson: "samples", "rate" and "steps" of a loader with Poisson sampling; {} without one.
         seconds: duration of the process.
         directory: the directory of the profile and the log.
-        packages: packages that the program imported before it changed its environment; forked processes can import them
-            early.
     """
 
     fits: bool
@@ -65,7 +73,6 @@ class VirtualRun:
     directory: str
     categories: Mapping[str, int] = field(default_factory=dict)
     poisson: Mapping[str, Any] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
 
     @property
     def profile(self) -> Path:
@@ -84,35 +91,41 @@ class VirtualRun:
 
 
 class ForkedRuns:
-    """Runs in processes that are forked, one after the other, from a process that has imported torch and Opacus.
+    """Runs in processes that are forked, several at once, from a process that has imported torch and Opacus.
 
     Args:
-        packages: the packages that the runs import.
         environment: the runs' environment variables.
+        packages: the packages that are imported once.
     """
 
-    def __init__(self, packages: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], packages: Sequence[str] = PACKAGES) -> None:
+        self._running: set[socket.socket] = set()
         self._closed = False
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "opacus_memprof.planning.fork_server", *packages],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self._requests, requests = socket.socketpair()
+        with requests:
+            descriptor = requests.fileno()
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "opacus_memprof.planning.fork_server", str(descriptor), *packages],
+                env=environment,
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
     def run(self, configuration: str, directory: Path, log: Path) -> int | None:
         """Runs a configuration. Returns the exit code as subprocess does, or None if this process cannot be forked."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        try:
-            request = [configuration, str(directory.absolute()), str(log.absolute())]
-            self._server.stdin.write(json.dumps(request) + "\n")
-            self._server.stdin.flush()
-            answer = self._server.stdout.readline()
-        except OSError:
-            answer = ""
+        request = json.dumps([configuration, str(directory.absolute()), str(log.absolute())])
+        connection, other = socket.socketpair()
+        answer = b""
+        with connection, contextlib.suppress(OSError):
+            with other:
+                socket.send_fds(self._requests, [b" "], [other.fileno()])
+            self._running.add(connection)
+            if not self._closed:  # `close` may not have seen it
+                connection.sendall(request.encode() + b"\n")
+                answer = connection.recv(100)
+        self._running.discard(connection)
         if answer:
             return int(answer)
         return -signal.SIGKILL if self._closed else None
@@ -123,10 +136,17 @@ class ForkedRuns:
         return self._server.poll() is None
 
     def close(self) -> None:
-        """Kills the process, without waiting for a run in progress."""
+        """Kills the process and the runs in progress."""
         self._closed = True
-        self._server.kill()
-        self._server.wait()
+        for connection in list(self._running):
+            with contextlib.suppress(OSError):  # it has just ended
+                connection.shutdown(socket.SHUT_RDWR)
+        self._requests.close()
+        try:
+            self._server.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:  # it imports the packages
+            self._server.kill()
+            self._server.wait()
 
 
 def run_virtually(
@@ -211,7 +231,6 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
         directory=str(directory),
         categories={name: size for name, size in peak.get("categories", {}).items() if size},
         poisson=facts.get("poisson", {}),
-        packages=tuple(facts.get("packages", ())),
     )
 
 

@@ -3,6 +3,7 @@
 
 import atexit
 import ctypes
+import functools
 import importlib
 import os
 import sys
@@ -150,6 +151,7 @@ def default_answers() -> dict[str, int]:
 def _configure_compilers(libraries: Path) -> None:
     """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
+    _on_import("triton.runtime.cache", _know_triton_by_its_times)
     _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
     _on_import("triton.compiler.compiler", _note_what_kernels_write)
     _on_import("torch._inductor.config", _compile_here)
@@ -166,6 +168,21 @@ def _set_libcuda_path(knobs: Any, libraries: Path) -> None:
     propagate, knobs.propagate_env = knobs.propagate_env, False  # do not set an environment variable
     knobs.nvidia.libcuda_path = str(libraries)
     knobs.propagate_env = propagate
+
+
+def _know_triton_by_its_times(cache: Any) -> None:
+    """Makes the keys of Triton's cache depend on when Triton's files were written, not on 500 MB of content.
+
+    To read these takes half a second, more than a short run needs for its training.
+    """
+    folder = Path(cache.__file__).parents[1]
+
+    @functools.cache
+    def triton_key() -> str:
+        files = sorted([*folder.rglob("*.py"), *folder.rglob("*.so")])
+        return "-".join(str(file.stat().st_mtime_ns) for file in files)
+
+    cache.triton_key = triton_key
 
 
 def _use_separate_cache(cache: Any) -> None:

@@ -33,9 +33,7 @@ Ran = Callable[..., VirtualRun]
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """A function that runs a script with settings of the allocator. Tests that ask for the same run share it."""
-    forked = ForkedRuns(
-        ["torch", "opacus", "torch._dynamo"], run_environment(PlannedConfiguration(PlannedProgram(""), "a100-40"), 1)
-    )
+    forked = ForkedRuns(run_environment(PlannedConfiguration(PlannedProgram(""), "a100-40"), 1))
 
     @cache
     def ran(settings: str, script: str, *arguments: str, memory: int | None = None) -> VirtualRun:

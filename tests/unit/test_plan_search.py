@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
-from opacus_memprof.planning.runs import PlannedRuns
+from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_values
 from opacus_memprof.planning.verdict import Verdict, least_memory
 from opacus_memprof.planning.virtual_run import VirtualRun
@@ -200,6 +200,28 @@ def test_closing_cancels_runs_that_wait_in_an_executor(tmp_path: Path) -> None:
         assert waiting.cancelled()
     finally:
         busy.set()
+
+
+def test_killed_runs_are_run_again_and_only_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more at once, since the machine may have had no memory left, and in each plan that is resumed."""
+    begun: list[str] = []
+
+    def run_virtually(configuration: PlannedConfiguration, directory: Path, *about: Any) -> VirtualRun:
+        begun.append(name := configuration.program.arguments[0])
+        directory.mkdir(parents=True, exist_ok=True)
+        status = "killed" if name == "always" or begun.count("once") == 1 else "finished"
+        return VirtualRun(status == "finished", status, "", 1, 1, 1, 1, 1, 1, 0, "", "", "", 1.0, str(directory))
+
+    monkeypatch.setattr("opacus_memprof.planning.runs.run_virtually", run_virtually)
+    monkeypatch.setattr("opacus_memprof.planning.runs.ForkedRuns", lambda environment: SimpleNamespace(close=int))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = [PlannedConfiguration(PlannedProgram(str(script), (name,)), "t4") for name in ("once", "always")]
+    for expected in (["once", "once", "always", "always"], ["always", "always"]):
+        begun.clear()
+        with open_runs(tmp_path / "plan", resume=True, on_end=lambda *ended: None) as runs:
+            found = [runs.all([each])[0].status for each in asked]
+        assert (found, begun) == (["finished", "killed"], expected)
 
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
