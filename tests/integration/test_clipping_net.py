@@ -9,6 +9,7 @@ import torch
 from opacus import schedulers
 from torch import nn
 
+from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import make_private, vector_data
@@ -103,7 +104,7 @@ def test_factors_that_are_too_large_for_sums_that_are_rounded(
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_sum_that_is_larger_by_two_per_thousand(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for excess, is_refused in ((1.0005, False), (1.002, True)):
-        module, optimizer = private(clipping)
+        module, optimizer = private(clipping, max_grad_norm=[1.8, 1.6] if clipping == "per_layer" else 3.0)
         with monkeypatch.context() as planted:
             for name in ("factors", "factors_of"):
                 own = getattr(ClipRule, name)
@@ -129,7 +130,7 @@ def test_a_sum_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_are_counted_over_all_parts(parts: list[int], skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of physical batches of one step, and of backward passes before one: neither too few nor too many."""
     for planted in (False, True):
-        module, optimizer = private()
+        module, optimizer = private("per_layer" if len(parts) == 3 else "flat")
         with monkeypatch.context() as patch:
             for i, samples in enumerate(parts):
                 is_last = i == len(parts) - 1
@@ -188,17 +189,20 @@ def test_the_sizes_of_adaptive_clipping_count_all_parts() -> None:
     assert optimizer.sample_size == 0
 
 
-def test_the_adaptive_bound_moves_once_for_all_parts() -> None:
-    """No sample of five is unclipped, whose gradients are alike and larger than the bound."""
-    module, optimizer = private("adaptive", unclipped_num_std=1e-9)
-    for samples, skips in ((3, True), (2, False)):
-        assert optimizer.max_grad_norm == BOUND
-        optimizer.signal_skip_step(skips)
+@pytest.mark.parametrize("is_one_batch", [True, False])
+@pytest.mark.parametrize(("bound", "unclipped"), [(BOUND, 0), (1e3, 1)])
+def test_the_adaptive_bound_moves_once_for_all_parts(bound: float, unclipped: int, is_one_batch: bool) -> None:
+    """Of five samples, whose gradients are alike, none or each is smaller than the bound."""
+    module, optimizer = private("adaptive", unclipped_num_std=1e-9, max_grad_norm=bound, max_clipbound=1e6)
+    for samples, is_first in ((3, True), (2, False)):
+        assert optimizer.max_grad_norm == bound
         backward(module, samples)
-        optimizer.step()
-        if skips:
+        if is_one_batch or not is_first:
+            optimizer.signal_skip_step(is_first)
+            optimizer.step()
+        if is_one_batch and is_first:
             optimizer.zero_grad()
-    assert optimizer.max_grad_norm == pytest.approx(BOUND * math.exp(0.2 * 0.5), rel=1e-6)
+    assert optimizer.max_grad_norm == pytest.approx(bound * math.exp(0.2 * (0.5 - unclipped)), rel=1e-6)
 
 
 def test_a_batch_without_samples_leaves_the_adaptive_bound() -> None:
@@ -249,9 +253,10 @@ def test_noise_and_bound_follow_schedulers(clipping: str) -> None:
         torch.testing.assert_close(with_noise - without, drawn, rtol=1e-9, atol=1e-12)
 
 
-def test_a_bound_that_falls_within_a_step_leaves_its_noise() -> None:
-    """The samples of the first part were clipped to the larger bound."""
-    module, optimizer = private(noise_multiplier=1.0)
+@pytest.mark.parametrize(("clipping", "noise"), [("flat", 1), ("adaptive", (1 - 2.0**-2) ** -0.5)])
+def test_a_bound_that_falls_within_a_step_leaves_its_noise(clipping: str, noise: float) -> None:
+    """The samples of the first part were clipped to the larger bound. Theorem 1 of the paper gives adaptive noise."""
+    module, optimizer = private(clipping, noise_multiplier=1.0)
     optimizer.signal_skip_step(True)
     backward(module, 3)
     optimizer.step()
@@ -260,13 +265,25 @@ def test_a_bound_that_falls_within_a_step_leaves_its_noise() -> None:
     optimizer.signal_skip_step(False)
     backward(module, 3)
     optimizer.clip_and_accumulate()
-    assert optimizer.noise_std() == pytest.approx(BOUND)
+    assert optimizer.noise_std() == pytest.approx(noise * BOUND)
     optimizer.zero_grad()
     optimizer._is_last_step_skipped = False
     optimizer.zero_grad()
     backward(module, 3)
     optimizer.clip_and_accumulate()
-    assert optimizer.noise_std() == pytest.approx(BOUND / 10)
+    assert optimizer.noise_std() == pytest.approx(noise * BOUND / 10)
+
+
+def test_bounds_are_in_the_order_of_the_optimizer() -> None:
+    model = nn.Linear(9, 4).double()
+    module = GradSampleModuleFlashClip(model, loss_reduction="sum", max_grad_norm=[0.1, 0.2], clipping="per_layer")
+    inner = torch.optim.SGD([model.bias, model.weight])
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "expected_batch_size": 1, "loss_reduction": "sum"}
+    optimizer = DPOptimizerFlashClip(inner, module=module, max_grad_norm=[0.1, 0.2], **options)
+    backward(module, 4)
+    optimizer.pre_step()
+    norms = [float(p.grad.norm()) for p in (model.bias, model.weight) if p.grad is not None]
+    assert norms == pytest.approx([0.4, 0.8], rel=1e-5)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

@@ -171,11 +171,12 @@ def test_a_forgotten_zero_grad_draws_no_noise() -> None:
     training = Training()
     training.backward(0)
     training.optimizer.step()
-    before = training.state()
+    before, gradients = training.state(), [p.grad.clone() for p in training.module.parameters()]
     training.backward(1)
     with pytest.raises(ValueError, match="zero_grad"):
         training.optimizer.step()
     assert same(training.state(), before)
+    assert same([p.grad for p in training.module.parameters()], gradients)
     training.optimizer.zero_grad()
     training.step(2)
 

@@ -203,7 +203,8 @@ def test_norms_that_are_not_finite(passes: int, value: float) -> None:
         step()
     assert_same(parameters(module), before, 0)
     assert all(p.summed_grad is None for p in module.parameters())
-    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.zero_grad()  # drops these norms, too
     module(torch.randn(4, 9, dtype=torch.float64)).sum().backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in module.parameters())
@@ -333,7 +334,9 @@ def test_a_scaled_loss_is_refused_and_training_goes_on(unscales: bool) -> None:
 
 @pytest.mark.parametrize("steps_between", [0, 1, 3])
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_noise_that_repeats_is_refused_before_it_is_added(own_generator: bool, steps_between: int) -> None:
+def test_noise_that_repeats_is_refused_before_it_is_added(
+    own_generator: bool, steps_between: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator() if own_generator else None
     module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=generator)
 
@@ -355,6 +358,12 @@ def test_noise_that_repeats_is_refused_before_it_is_added(own_generator: bool, s
     optimizer.noise_multiplier = 0.0
     for _ in range(2):
         step(11)
+    optimizer.noise_multiplier = 0.5
+    monkeypatch.setattr("opacus_memprof.clipping.optimizers.optimizer._MOST_STATES", 2)
+    for seed in (20, 21, 22, 20):  # the first one is forgotten by then
+        step(seed)
+    with pytest.raises(MemprofError, match="those of an earlier step"):
+        step(20)
 
 
 def test_noise_from_further_on_in_the_same_numbers_is_refused() -> None:

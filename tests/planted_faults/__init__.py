@@ -5,13 +5,24 @@ Each is a small change that a reviewer could miss. Most make clipping wrong or s
 `profiler` make figures or reports wrong.
 """
 
-from tests.planted_faults import clipping, gradients, interface, noise_and_steps, profiler, proof, ranks, situations
+from tests.planted_faults import (
+    clipping,
+    gradients,
+    interface,
+    noise_and_steps,
+    parts,
+    profiler,
+    proof,
+    ranks,
+    situations,
+)
 from tests.planted_faults.fault import Fault
 
 FAULTS: list[Fault] = [
     *clipping.FAULTS,
     *gradients.FAULTS,
     *noise_and_steps.FAULTS,
+    *parts.FAULTS,
     *ranks.FAULTS,
     *proof.FAULTS,
     *situations.FAULTS,

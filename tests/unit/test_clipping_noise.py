@@ -6,6 +6,7 @@ import torch
 from opacus.optimizers.optimizer import _generate_noise
 
 from opacus_memprof.clipping.kernels.sums import _sum_products, add_noise, draw_noise
+from opacus_memprof.clipping.optimizers.fsdp import _own_generator
 from opacus_memprof.clipping.workspace import Workspace
 from tests.unit.test_clipping_layers import peak_bytes
 
@@ -32,6 +33,11 @@ def test_sums_with_noise_are_divided(std: float) -> None:
     add_noise(sums, std=std, generator=mine, secure_mode=False, divisor=12)
     for total, divided in zip(sums, expected, strict=True):
         assert torch.equal(total, divided)
+
+
+def test_shards_have_generators_of_their_own() -> None:
+    seeds = {_own_generator(torch.Generator(), rank, torch.device("cpu")).initial_seed() for rank in range(1000)}
+    assert len(seeds) == 1000
 
 
 def test_noise_takes_no_more_memory_than_itself() -> None:
