@@ -6,13 +6,20 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated, sample_every_step
+from opacus_memprof.clipping.agreement import (
+    Draws,
+    inner_model,
+    is_replicated,
+    prepare_replicated,
+    sample_every_step,
+)
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
@@ -276,6 +283,9 @@ class FlashClipEngineMixin:
             prepared = super().make_private(**given)  # type: ignore[misc]
             assert self._flash_clip_module is not None
             self._record.models.append(self._flash_clip_module.certificate)
+            optimizer, loader = prepared[1], prepared[-1]
+            if isinstance(loader, DPDataLoader):
+                optimizer.draws = Draws.of(loader)
             return prepared
         except BaseException:
             if self._flash_clip_module is not None:

@@ -345,4 +345,12 @@ FAULTS = [
         ("tests/gpu/test_graphed_backward_cuda.py",),
         needs_cuda=True,
     ),
+    Fault(
+        "draws_are_not_compared",
+        "agreement.py",
+        "        self.unlike += 1",
+        "        self.unlike += 0",
+        "Positions of a sequence count as samples, if there are about as many.",
+        programs("loop_positions_first_of_the_batch_s_size"),
+    ),
 ]

@@ -2,7 +2,8 @@
 """A program's call of the model, the data that its backward needs, and the check of steps against outputs."""
 
 import functools
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Call:
         state: the module's state before the forward, if the forward changes it; otherwise None.
         cannot_run: the error for which the module cannot run on other samples.
         record: the data that is needed to repeat the forward, if its step will be explained.
+        thread: the thread that calls the module.
+        other_thread: the error if another thread has called a layer meanwhile.
     """
 
     entry: nn.Module
@@ -58,6 +61,18 @@ class Call:
     state: ModuleState | None = None
     cannot_run: BaseException | None = None
     record: RecordedForward | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    other_thread: MemprofError | None = None
+
+    def is_elsewhere(self) -> bool:
+        """Returns whether the current thread is another one than the call's, and not a backward's of a checkpoint."""
+        if threading.get_ident() == self.thread or torch._C._current_graph_task_id() != -1:
+            return False
+        self.other_thread = MemprofError(
+            "several threads run the model, or parts of it, at once, so that it cannot be seen whose gradient is "
+            "whose: call it and its layers from one thread, one after the other."
+        )
+        return True
 
 
 class ExplainedSteps:

@@ -213,7 +213,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return False
         if call is None:  # a checkpoint runs a layer again, in backward
             return self.registry.model.training
-        if call.is_off or call.cannot_run is not None:
+        if call.is_off or call.cannot_run is not None or call.is_elsewhere():
             return False
         return hooks.observe is not None if hooks.is_probing else True
 
@@ -236,6 +236,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _after_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
+        if self._call is not None and self._call.is_elsewhere():
+            return None
         plain = self.layer_hooks.plain.get(module)
         result = None
         try:
@@ -264,7 +266,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._call is not None:
-            self._call.depth += module is self._call.entry
+            self._call.depth += module is self._call.entry and not self._call.is_elsewhere()
             return None
         if not self.hooks_enabled or self.layer_hooks.is_off or is_repeating():
             return None
@@ -277,7 +279,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         was_layer = self._attached.is_tapped(module)
         try:
             self._begin(self._call)
-        except MemprofError as error:
+        except MemprofError as raised:
+            error = self._call.other_thread or raised
             self.certificate.refuse(error)
             if self._proofs.joint is not None:  # all ranks have raised an error
                 raise
@@ -332,7 +335,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _after_entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = self._call
-        if call is None or module is not call.entry:
+        if call is None or module is not call.entry or call.is_elsewhere():
             return None
         call.depth -= 1
         if call.depth:
@@ -352,6 +355,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def _finish(self, call: Call, output: Any) -> Any:
         hooks = self.layer_hooks
+        if call.other_thread is not None:
+            self.bookkeeping.refusal.error = call.other_thread  # the step raises it, if only the thread sees it now
+            raise call.other_thread
         if call.cannot_run is not None:
             raise MemprofError(
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "

@@ -12,6 +12,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
+from opacus_memprof.clipping.agreement import Draws
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
@@ -60,6 +61,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     ranks = 1
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_alone = True  # whether a sum is complete when it is formed
+    draws: Draws | None = None
+    """The batches that the loader draws; None if they cannot be counted."""
 
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
@@ -323,6 +326,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _prepare_step(self, skips: bool) -> None:
         """Does the part of `pre_step` that precedes the step count. `skips` says whether the step is skipped."""
+        if not self.bookkeeping.refusal.is_deferred:
+            self.bookkeeping.refusal.pop()  # of a forward in another thread, whose program may not have seen it
         if self.__dict__.pop("found_inf", None) is not None:  # GradScaler has set both
             self.__dict__.pop("grad_scale", None)
             raise MemprofError(
@@ -344,18 +349,31 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._check_sums()
 
     def _check_number_of_samples(self) -> None:
-        """Warns once if a step has far more samples than the loader draws, beyond what Poisson sampling explains.
+        """Warns once if steps have far more samples than the loader draws, or mostly another number than it has drawn.
 
-        Called before anything changes, because a program may turn warnings into errors.
+        More is allowed where Poisson sampling explains it. Called before anything changes, because a program may turn
+        warnings into errors.
         """
         own = [each.batch_size for each in self.bookkeeping.backward_passes()]
         samples = self.bookkeeping.limit.samples + sum(own)
         expected = (self.expected_batch_size or 0) * max(1, len(own))
-        if expected and not self._has_warned and samples > expected + 10 * math.sqrt(expected) + 10:
+        if self.draws is not None:
+            self.draws.use(samples)
+        if self._has_warned:
+            return
+        what = ""
+        if expected and samples > expected + 10 * math.sqrt(expected) + 10:
+            what = f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
+        elif self.draws is not None and self.draws.are_unlike():
+            what = (
+                f"{self.draws.unlike} of {self.draws.steps} steps have clipped another number of samples than the "
+                f"loader had drawn, the last {samples}"
+            )
+        if what:
             warnings.warn(
-                f"a step has clipped {samples} samples, where make_private was told of {expected} on average: the "
-                "accountant's epsilon does not hold for it. Train on the loader that make_private returns. If the "
-                "first dimension of inputs is not the batch, make it so: positions have counted as samples.",
+                f"{what}: the accountant's epsilon does not hold for it. Train on each batch of the loader that "
+                "make_private returns, as it is. If the first dimension of the model's inputs is not the batch, make "
+                "it so: positions have counted as samples.",
                 stacklevel=4,
             )
             self._has_warned = True

@@ -4,7 +4,14 @@
 Some samples of a batch get other values: other magnitudes, other ids, other lengths.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -80,15 +87,17 @@ def cotangents(
     drawn: int,
     weights: torch.Tensor,
     with_shared: bool,
+    places: list[int] | None = None,
 ) -> list[torch.Tensor]:
     """Returns random gradients of outputs. Equal shapes get equal gradients.
 
     Args:
         outputs: differentiable outputs.
         wheres: the position of samples in each output; None for outputs that all samples share, such as a loss.
-        drawn: the number of samples for which numbers are drawn. A smaller batch uses the first of them.
+        drawn: the number of samples for which numbers are drawn.
         weights: the factors of the samples' gradients, [B].
         with_shared: whether outputs that all samples share get a gradient other than zero.
+        places: which of the drawn samples a smaller batch has, in order; None for the first.
     """
     found = []
     for i, (output, where) in enumerate(zip(outputs, wheres, strict=True)):
@@ -101,7 +110,8 @@ def cotangents(
         else:
             batch = len(weights)
             shape = drawn, *where.by_sample(output.detach(), batch).shape[1:]
-            rows = _normal(shape, generator, output)[:batch]
+            rows = _normal(shape, generator, output)
+            rows = rows[:batch] if places is None else rows[places]
             scale = weights.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
             g = as_output(rows.mul_(scale.to(rows.dtype)), where, output)  # a factor of 1 keeps all bits
         found.append(g)
@@ -226,10 +236,18 @@ def _prefixes(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return ones.to(x.device, x.dtype)
 
 
-class FixedDraws(TorchDispatchMode):
-    """Replaces random tensors by constant ones, so that batches of different sizes can be compared.
+MIDDLE, LOWEST, HIGHEST = 0.65, 5e-5, 1 - 5e-5
+"""The shares of FixedDraws."""
 
-    The constant is another one in each draw, so that a program that draws until a number fits comes to an end.
+
+class FixedDraws(TorchDispatchMode):
+    """Replaces random numbers by constant ones, so that batches of different sizes can be compared.
+
+    These are torch's, and those of the functions of `random` and `numpy.random` that draw independent numbers. Of
+    torch's, the constant is another one in each draw, so that a program that draws until a number fits comes to an end.
+
+    Args:
+        share: about the part of all numbers that are smaller than the constants, between 0 and 1.
 
     Attributes:
         seeds: the seed of the generator of each draw.
@@ -238,14 +256,37 @@ class FixedDraws(TorchDispatchMode):
     supports_higher_order_operators = True
     _MOST = 100_000
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seeds: list[int] = []
-        self._is_known = True  # whether all draws were replaced
+        self._share = share
+        self._is_known = True  # whether all draws of torch were replaced
+        self._undo = ExitStack()
 
     def is_same(self, other: "FixedDraws") -> bool:
         """Returns whether two runs have drawn the same numbers, as far as is known."""
         return self._is_known and other._is_known and len(self.seeds) == len(other.seeds)
+
+    def __enter__(self) -> "FixedDraws":
+        python, numpy = _ConstantRandom(self._share, self._MOST), sys.modules.get("numpy.random")
+        for name in _PYTHON_DRAWS:
+            self._undo.enter_context(_replaced(random, name, getattr(python, name)))
+        for name in _NUMPY_DRAWS if numpy is not None else ():
+            self._undo.enter_context(_replaced(numpy, name, partial(self._numpy, name)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def _numpy(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Draws NumPy's first number from a seed for all elements, so that no element depends on their number."""
+        state = sys.modules["numpy.random"].RandomState(_NUMPY_SEEDS[int(3 * self._share)])
+        drawn = getattr(state, name)(*args, **kwargs)
+        if getattr(drawn, "size", 0):
+            drawn[...] = drawn.flat[0]
+        return drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,10 +300,13 @@ class FixedDraws(TorchDispatchMode):
         if len(self.seeds) > self._MOST:
             raise RuntimeError("the program draws without end")
         name = func._schema.name.removeprefix("aten::")
+        keeps = self._share >= 0.5
         if name == "native_dropout":
             x, p = args[:2]
-            return x * (0.0 if p == 1 else 1 / (1 - p)), torch.ones_like(x, dtype=torch.bool)
-        constant = _constant(name, given, 0.5 + 0.3 * (0.618034 * len(self.seeds) % 1))
+            return x * (0.0 if p == 1 or not keeps else 1 / (1 - p)), torch.full_like(x, keeps, dtype=torch.bool)
+        width = min(self._share, 1 - self._share)
+        share = self._share + width * (0.618034 * len(self.seeds) % 1 - 0.5)
+        constant = float(keeps) if name in ("bernoulli", "bernoulli_") else _constant(name, given, share)
         if constant is None:
             self._is_known = False
             return func(*args, **kwargs)
@@ -275,17 +319,61 @@ def _constant(name: str, given: Mapping[str, Any], share: float) -> float | None
     Args:
         name: the operation.
         given: its arguments by name.
-        share: a number between 0.5 and 0.8.
+        share: the part of all values that are smaller.
     """
-    if name in ("bernoulli", "bernoulli_"):
-        return 1.0
-    if name in ("rand", "rand_like", "randn", "randn_like", "exponential_"):
+    if name in ("rand", "rand_like"):
         return share
+    if name in ("randn", "randn_like"):
+        return NormalDist().inv_cdf(share)
+    if name == "exponential_":
+        return -math.log1p(-share) / float(given.get("lambd", 1.0))
     if name == "uniform_":
         low, high = given.get("from", 0.0), given.get("to", 1.0)
         return float(low + share * (high - low))
     if name == "normal_":
-        return float(given.get("mean", 0.0) + share * given.get("std", 1.0))
+        return float(given.get("mean", 0.0) + NormalDist().inv_cdf(share) * given.get("std", 1.0))
     if name in ("randint", "randint_like", "random_"):
-        return float(given.get("low") or given.get("from") or 0)
+        low, high = given.get("low") or given.get("from") or 0, given.get("high") or given.get("to")
+        return float(low if high is None or share < 0.9 else high - 1)
     return None
+
+
+_PYTHON_DRAWS = (
+    *("random", "uniform", "triangular", "gauss", "normalvariate", "lognormvariate", "expovariate"),
+    *("betavariate", "gammavariate", "randint", "randrange"),
+)
+_NUMPY_DRAWS = (
+    *("rand", "randn", "random", "random_sample", "ranf", "sample", "uniform", "normal", "standard_normal"),
+    *("exponential", "gumbel", "laplace", "beta", "gamma", "poisson", "binomial", "randint"),
+)
+_NUMPY_SEEDS = (59899, 0, 21159)
+"""Seeds from which NumPy's first uniform number is close to 0, between, and close to 1."""
+
+
+class _ConstantRandom(random.Random):
+    """Python's generator, whose uniform numbers are all the same."""
+
+    def __init__(self, share: float, most: int) -> None:
+        super().__init__()
+        self._share, self._left = share, most
+
+    def random(self) -> float:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the program draws without end")
+        return self._share
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function of a module inside the context, for the current thread."""
+    original, thread = getattr(module, name), threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    setattr(module, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

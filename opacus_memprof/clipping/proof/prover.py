@@ -11,7 +11,7 @@ gradients must equal autograd's gradients of the weighted outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,10 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.proof.batches import (
     GENTLE,
+    HIGHEST,
     LARGE,
+    LOWEST,
+    MIDDLE,
     SMALL,
     VARIANTS,
     FixedDraws,
@@ -99,6 +102,7 @@ class Program:
         random: the initial state of the random number generators.
         wheres: the position of samples in the output's tensors.
         trained: names of the trained parameters.
+        places: for a part of a batch, which of its samples it has, in order; None for the first.
     """
 
     module: nn.Module
@@ -111,6 +115,7 @@ class Program:
     random: RandomState
     wheres: list[Arrangement | None]
     trained: dict[nn.Parameter, str]
+    places: list[int] | None = None
 
     def leaves(self) -> tuple[list[Any], Any]:
         """Returns the arguments, flattened, and their structure."""
@@ -181,7 +186,7 @@ class Prover:
             doubts = self._compare(bases[shared], other, kept, not (shared and other.has_shared), again)
             if doubts:
                 return doubts
-        return self._smaller(leaves, structure, bases[len(bases) == 1])
+        return self._alone(leaves, structure, bases)
 
     def is_mixing(self, digit: int) -> bool:
         """Returns whether three runs detect mixing: the batch, and for 0 and 1 the samples with this binary digit.
@@ -249,42 +254,70 @@ class Prover:
                 "or freeze the statistics."
             )
 
-    def _smaller(self, leaves: list[Any], structure: Any, base: _Run) -> list[Doubt]:
-        """Repeats `mixing` with a smaller batch, which has the first samples only.
+    def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, _Run]) -> list[Doubt]:
+        """Repeats `mixing` with half of the samples alone, in reverse order or, if that does not run, in order.
 
-        A sample's data may depend on the number of samples, too. Where random numbers are drawn, of which a smaller
-        batch would draw others, both batches run with `FixedDraws`.
+        A sample's data may depend on the number of samples, too, or on its place among them. Gradients of a loss that
+        all samples share depend on their number, so that the whole batch in reverse order is compared, too, if there is
+        one. Where random numbers are drawn, of which fewer samples would draw others, both batches run with
+        `FixedDraws`: also with very low and very high numbers, since numbers may decide whether samples mix.
 
         Raises:
             MemprofError: the model cannot be clipped exactly.
             MixingError: random numbers depend on other samples.
         """
-        batch = self.program.batch
-        count, kept = batch // 2, torch.ones(batch, dtype=torch.bool)
-        if count < 1 or base.draws_outside:
+        order = list(range(self.program.batch))
+        first = order[: len(order) // 2]
+        if not first:
             return []
-        some = [leaf[:count] if has_samples(leaf, batch) else leaf for leaf in leaves]
-        alone = Prover(replace(self.program, batch=count), self.workspace)
-        draws, of_whole, of_part = base.draws, FixedDraws(), FixedDraws()
+        plans = [(bases[len(bases) == 1], [first[::-1], first])]
+        if bases[True].has_shared:
+            plans += [(bases[True], [order[::-1]])]
+        for base, choices in plans:
+            for share in (MIDDLE, LOWEST, HIGHEST) if base.draws else (None,):
+                for places in choices:
+                    try:
+                        doubts = self._of_places(leaves, structure, base, places, share)
+                    except MemprofError:
+                        raise
+                    except Exception:  # the model does not run on these samples, or with such numbers
+                        continue
+                    if doubts:
+                        return doubts
+                    break
+        return []
+
+    def _of_places(
+        self, leaves: list[Any], structure: Any, base: _Run, places: list[int], share: float | None
+    ) -> list[Doubt]:
+        """Compares the samples at these places with these samples alone. See `_alone`."""
+        batch, kept = self.program.batch, torch.ones(len(places), dtype=torch.bool)
+        some = [leaf[places] if has_samples(leaf, batch) else leaf for leaf in leaves]
+        part = Prover(replace(self.program, batch=len(places), places=places), self.workspace)
+        if share is None:
+            other = part._backward(some, structure, kept, base.with_shared)
+            return self._differences(base.at(places), other, kept, no_leak=False)
+        of_whole, of_part = FixedDraws(share), FixedDraws(share)
         try:
-            if draws:
-                with of_whole:
-                    base = self._backward(leaves, structure, kept, base.with_shared)
-            with of_part if draws else nullcontext():
-                other = alone._backward(some, structure, kept[:count], base.with_shared)
+            with of_whole:
+                base = self._backward(leaves, structure, torch.ones(batch, dtype=torch.bool), base.with_shared)
+            with of_part:
+                other = part._backward(some, structure, kept, base.with_shared)
         except MemprofError:
-            raise
-        except Exception:  # the model does not run on so few samples, or not with such numbers
-            return []
+            if share == MIDDLE:
+                raise
+            return []  # such as a layer that is never called otherwise: a forward that calls it is proved then
         if any(a != b for a, b in zip(of_whole.seeds, of_part.seeds, strict=False)):
             raise MixingError(
                 "the model seeds a random number generator in its forward with a number that depends on the batch, so "
                 "that a sample's random numbers depend on other samples. Seed generators outside of the model, by "
                 "numbers that do not depend on data."
             )
-        if not of_whole.is_same(of_part):
+        if not of_whole.is_same(of_part) or base.draws_outside or other.draws_outside:
             return []
-        return self._differences(base.first(count), other, kept[:count], no_leak=False)
+        if share != MIDDLE and not (base.is_finite() and other.is_finite()):
+            return []
+        return self._differences(base.at(places), other, kept, no_leak=False)
 
     def _changed(
         self,
@@ -318,9 +351,10 @@ class Prover:
             end = random.later()
             draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
             rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
-            given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
+            drawn, places = self.program.drawn, self.program.places
+            given = cotangents(outputs, wheres, drawn, kept.to(torch.float64), shared, places)
             torch.autograd.backward(outputs, given)
-        return _Run(rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
+        return _Run(batch, rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
 
     def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         batch = self.program.batch
@@ -394,10 +428,9 @@ class Prover:
                     raise MixingError(_DRAWS_BY_DATA)
                 raise MixingError(
                     f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
-                    "the "
-                    "batch change, so that per-sample gradients do not exist. Use layers that treat samples separately "
-                    "(GroupNorm or LayerNorm instead of statistics over the batch), and return outputs whose first "
-                    "dimension is the batch."
+                    "the batch change, are missing or come in another order, so that per-sample gradients do not "
+                    "exist. Use layers that treat samples separately (GroupNorm or LayerNorm instead of statistics "
+                    "over the batch), and return outputs whose first dimension is the batch."
                 )
         doubts = []
         layers = list(dict.fromkeys(r.layer for r in reversed(base.recorder.records)))
@@ -476,6 +509,7 @@ class _Run:
     """The results of a run.
 
     Attributes:
+        batch: the number of samples.
         outputs: the outputs that have samples.
         has_shared: whether there are other outputs.
         with_shared: whether the other outputs had gradients.
@@ -488,6 +522,7 @@ class _Run:
         is_measured: whether the rounding of its kernels was measured.
     """
 
+    batch: int
     outputs: list[Rows]
     has_shared: bool
     with_shared: bool
@@ -508,12 +543,17 @@ class _Run:
                 self.outputs = measured(self.outputs, other.outputs)
                 self.recorder.records = [a.measured(b) for a, b in zip(mine, others, strict=True)]
 
-    def first(self, count: int) -> _Run:
-        """Returns the results of the first samples alone, without gradients of a loss that all samples share.
+    def at(self, places: list[int]) -> _Run:
+        """Returns the results of some samples, in their order.
 
-        These depend on the number of samples.
+        Gradients of a loss that all samples share are left out if some are missing, because they depend on the number.
         """
         recorder = RowRecorder(self.recorder.workspace)
-        is_kept = not (self.has_shared and self.with_shared)
-        recorder.records = [each.first(count, is_kept) for each in self.recorder.records]
-        return replace(self, outputs=[rows.first(count) for rows in self.outputs], end=None, recorder=recorder)
+        is_kept = len(places) == self.batch or not (self.has_shared and self.with_shared)
+        recorder.records = [each.at(places, is_kept) for each in self.recorder.records]
+        return replace(self, outputs=[rows.at(places) for rows in self.outputs], end=None, recorder=recorder)
+
+    def is_finite(self) -> bool:
+        """Returns whether all numbers are finite."""
+        outputs, records = self.outputs, self.recorder.records
+        return all(rows.is_finite() for rows in outputs) and all(record.is_finite() for record in records)

@@ -37,12 +37,16 @@ class Record:
     gradients: list[Rows]
     own: list[Rows] = field(default_factory=list)
 
-    def first(self, count: int, with_gradients: bool) -> Record:
-        """Returns the record of the first samples alone, with or without gradients."""
+    def at(self, places: list[int], with_gradients: bool) -> Record:
+        """Returns the record of some samples, in their order, with or without gradients."""
         inputs, gradients, own = (
-            [rows.first(count) for rows in each] for each in (self.inputs, self.gradients, self.own)
+            [rows.at(places) for rows in each] for each in (self.inputs, self.gradients, self.own)
         )
         return Record(self.layer, inputs, gradients if with_gradients else [], own if with_gradients else [])
+
+    def is_finite(self) -> bool:
+        """Returns whether all numbers are finite."""
+        return all(rows.is_finite() for each in (self.inputs, self.gradients, self.own) for rows in each)
 
     def measured(self, again: Record) -> Record:
         """Returns the record with the rounding that another run of the same batch shows."""

@@ -60,12 +60,16 @@ class Rows:
         bits, projections, norms, largest = (torch.cat(each) for each in zip(*parts, strict=True))
         return cls(shape, dtype, bits, projections, norms, largest)
 
-    def first(self, count: int) -> Rows:
-        """Returns the summary of the first samples, which keeps the shape of all."""
+    def at(self, places: list[int]) -> Rows:
+        """Returns the summary of some samples, in their order, which keeps the shape of all."""
         bits, projections, norms, largest = (
-            part[:count] for part in (self.bits, self.projections, self.norms, self.largest)
+            part[places] for part in (self.bits, self.projections, self.norms, self.largest)
         )
         return Rows(self.shape, self.dtype, bits, projections, norms, largest, self.rounding)
+
+    def is_finite(self) -> bool:
+        """Returns whether all numbers are finite."""
+        return bool(self.largest.isfinite().all())
 
     def measured(self, again: Rows) -> Rows:
         """Returns the summary with the rounding that another run of the same batch shows, if it is larger."""

@@ -167,6 +167,11 @@ def _by_size(draw: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Mo
     return lambda: Graph(lambda m, x: m.last(draw(m.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3))
 
 
+def _by_chance(h: torch.Tensor, drawn: Any) -> torch.Tensor:
+    """Mixes the samples if the number is 1. The operations are the same if it is 0."""
+    return h - float(drawn) * h.mean(0)
+
+
 def _seeded_by_size(h: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(len(h))
     return functional.dropout(h)
@@ -180,8 +185,21 @@ PROGRAMS = [
             ("uniform", lambda h: h * torch.rand(6, dtype=h.dtype) / len(h), "refused"),
             ("normal", lambda h: h * torch.randn(len(h), 1, dtype=h.dtype) / len(h), "refused"),
             ("seed", _seeded_by_size, "refused"),
+            ("python", lambda h: h * random.uniform(0.5, 2) / len(h), "refused"),
+            ("numpy", lambda h: h * torch.from_numpy(np.random.rand(len(h), 1)) / len(h), "refused"),
+            ("not_numpy", lambda h: h * torch.from_numpy(np.random.rand(h.shape[1], len(h))).T, "exact"),
+            ("not_until_small", lambda h: h * next(v for v in iter(random.random, None) if v < 0.3), "exact"),
             ("not", lambda h: functional.dropout(h) * torch.rand(len(h), 1, dtype=h.dtype), "exact"),
             ("not_gumbel", lambda h: functional.gumbel_softmax(h), "exact"),
+        )
+    ),
+    *(
+        Program(f"chance_mixes_{name}", _by_size(draw), of_shape(5, 6), "refused", settings=_RANDOM)
+        for name, draw in (
+            ("seldom", lambda h: h - (torch.rand(()) < 0.001) * h.mean(0)),
+            ("mostly_not", lambda h: h - (torch.randn(()) > 3) * h.mean(0)),
+            ("python", lambda h: _by_chance(h, random.random() > 0.999)),
+            ("numpy", lambda h: _by_chance(h, np.random.uniform() < 0.001)),
         )
     ),
     *(

@@ -112,7 +112,26 @@ def _train(seed: int, physical: int | None, reduction: str, **options: Any) -> V
             loop(batches)
     if steps == 0:
         return Verdict("wrong", math.inf, "no step was made")
+    if optimizer.draws is not None and (optimizer.draws.unlike or optimizer.draws.steps != steps):
+        return Verdict(
+            "wrong", math.inf, f"{optimizer.draws.unlike} of {optimizer.draws.steps} steps are not the loader's"
+        )
     return worst
+
+
+def _positions_first(seed: int) -> Verdict:
+    """Each position of a sequence counts as a sample, and there are as many as samples, on average."""
+    _, module, optimizer, loader = _private(seed, samples=96, noise_multiplier=1.0, poisson_sampling=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (x,) in loader:
+            optimizer.zero_grad()
+            module(x.unsqueeze(0).expand(8, -1, -1)).square().mean().backward()
+            try:
+                optimizer.step()
+            except UserWarning as warning:
+                return Verdict("refused", message=str(warning))
+    return Verdict("wrong", math.inf, "no warning")
 
 
 def _with_scheduler(schedule: Callable[[Any], Any], clipping: str) -> Callable[[int], Verdict]:
@@ -275,6 +294,7 @@ PROGRAMS = [
         for physical in (None, 3, 8)
         for poisson in (False, True)
     ),
+    _loop("positions_first_of_the_batch_s_size", "refused", _positions_first),
     _loop("two_passes_in_3", "exact", lambda seed: _train(seed, 3, "mean", flash_clip_passes=2)),
     _loop("few_samples_poisson", "exact", lambda seed: _train(seed, None, "mean", samples=4, poisson_sampling=True)),
     *(

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives and transforms of torch.func in programs, numbers of the whole batch, and rows that are not samples."""
 
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from tests.exactness.judge import Batch
-from tests.exactness.program import Graph, Program, losses_of_outputs, of_shape, per_sample
+from tests.exactness.program import Graph, Program, loss_of_the_model, losses_of_outputs, of_shape, per_sample
 
 
 def _pair() -> dict[str, nn.Module]:
@@ -166,6 +169,38 @@ def _weighted_by_index(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(m.first(x)) * torch.arange(1, len(x) + 1, dtype=x.dtype).unsqueeze(1)
 
 
+def _labelled_by_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(m.last(m.first(x)), torch.arange(len(x)) % 3, reduction="sum")
+
+
+def _halved_by_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """The random numbers keep the batch whole where gradients are explained by outputs."""
+    h = functional.dropout(m.first(x), 0.1)
+    h[:1].mul_(0.5)
+    return m.last(h)
+
+
+def _in_threads(run: Callable[[float], Any]) -> list[Any]:
+    """Runs a function twice, at the same time."""
+    together = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda factor: (together.wait(9), run(factor))[1], (1.0, 2.0)))
+
+
+def _called_by_threads(model: Any, batch: Batch) -> torch.Tensor:
+    return sum(_in_threads(lambda factor: per_sample(model(factor * batch["x"]), batch)))  # type: ignore[arg-type]
+
+
+def _slowly(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(m.first(x))
+    time.sleep(0.05)
+    return m.last(h)
+
+
+def _layers_in_threads(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return sum(_in_threads(lambda factor: m.last(torch.tanh(m.first(factor * x)))))  # type: ignore[arg-type]
+
+
 def _reparametrized(change: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(change(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
 
@@ -195,6 +230,10 @@ PROGRAMS = [
         _program(f"reparametrized_{each.__name__}", _reparametrized(each), "exact")
         for each in (parametrizations.weight_norm, parametrizations.orthogonal)
     ),
+    _program("labelled_by_place", _graph(_labelled_by_place), "refused", losses=loss_of_the_model),
+    _program("halved_by_place", _graph(_halved_by_place), "refused", is_random=True),
+    _program("called_by_threads", _graph(_slowly), "refused", losses=_called_by_threads),
+    _program("layers_in_threads", _graph(_layers_in_threads), "refused"),
     _program("jvp", _graph(_directional), "refused"),
     _program("torchscript", lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))), "refused"),
     _program(
