@@ -30,8 +30,16 @@ _PRECISION = 100  # an answer that needs cached memory back is found to one in s
 _FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
 _PART_OF_FAR = 0.85  # of the way there
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
-# Messages of argparse, click and others for an unknown argument.
-_REFUSALS = ("unrecognized arguments", "no such option", "unknown option", "unrecognized option")
+# Messages of argparse, click, transformers, absl, fire and others for an unknown argument.
+_REFUSALS = (
+    "unrecognized arguments",
+    "no such option",
+    "not used by the hfargumentparser",
+    "unknown command line flag",
+    "could not consume arg",
+    "unknown option",
+    "unrecognized option",
+)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def check_run(program: PlannedProgram, run: VirtualRun) -> None:
     log = Path(run.directory) / LOG
     if run.status in ("failed", "killed"):
         ended = "failed" if run.status == "failed" else "was killed"
-        reason = run.error or run.last_words()
+        reason = run.error or run.last_words() or "it printed nothing"
         raise MemprofError(f"{program.name} {ended} on the virtual GPU ({reason}): see {log}")
     if run.requested is None:
         raise MemprofError(f"{program.name} allocated nothing on the GPU: let it train on cuda (see {log})")

@@ -34,6 +34,7 @@ PACKAGES = (
 """What a run imports, before it is forked."""
 _PATIENCE_S = 0.5
 _SUMMARY = "opacus-memprof  "  # begins the profiler's output after the program's own
+_NOTE = "opacus-memprof: "  # begins a line of the profiler's
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class VirtualRun:
         return read_object(file) if file.exists() else None
 
     def last_words(self) -> str:
-        """Returns the last line that the program printed; "" if it printed none."""
+        """Returns the last line with words that the program itself printed, without a frame; "" if it printed none."""
         text = (Path(self.directory) / LOG).read_text(encoding="utf-8", errors="replace")
-        own = text.partition(_SUMMARY)[0] if _SUMMARY in text else text
-        return next((line.strip() for line in reversed(own.splitlines()) if line.strip()), "")
+        lines = (line.strip(" \t│") for line in reversed(text.partition(_SUMMARY)[0].splitlines()))
+        return next((line for line in lines if any(map(str.isalnum, line)) and not line.startswith(_NOTE)), "")
 
 
 class ForkedRuns:

@@ -150,6 +150,35 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert len(planned.stderr.splitlines()) == 1
 
 
+TYPER = """
+import typer
+app = typer.Typer()
+@app.command()
+def main(): pass
+app()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "search", "reason"),
+    [
+        ("def train(:", [], "broken.py failed on the virtual GPU (SyntaxError: invalid syntax)"),
+        ("import os; os._exit(3)", [], "broken.py failed on the virtual GPU (it printed nothing)"),
+        (TYPER, ["--search", "batch=1..9"], "broken.py has no argument batch (No such option: --batch"),
+    ],
+    ids=["syntax error", "silent", "typer's frame"],
+)
+def test_a_failure_before_torch_is_the_program_s_own(
+    tmp_path: Path, source: str, search: list[str], reason: str
+) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    planned = plan(tmp_path / "plan", *search, tmp_path / "broken.py")
+    assert planned.returncode == 2
+    assert reason in planned.stderr
+    assert len(planned.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_a_training_that_decides_by_unknown_values_is_named_and_can_be_fixed(tmp_path: Path) -> None:
     script = SCRIPTS / "train_deciding.py"
