@@ -19,9 +19,10 @@
 
 namespace opacus_memprof {
 
-enum class Kind : std::uint8_t { other, number, string, object, mark };
+enum class Kind : std::uint8_t { other, number, fraction, string, object, mark };
 
-// `data` is the number, the string's index or the object's.
+// `data` is the number, the string's index or the object's. A fraction has none, and stands for
+// numbers beyond 64 bits, too.
 struct PickleValue {
   Kind kind = Kind::other;
   std::uint64_t data = 0;
@@ -47,12 +48,15 @@ class SnapshotBuilder {
   // Returns the index of the string.
   std::uint32_t intern(std::string text) {
     if (const auto found = by_text_.find(text); found != by_text_.end()) return found->second;
+    if (result_.strings.size() >= kMostStrings)
+      refuse("it has more different texts than a snapshot");
     const auto index = static_cast<std::uint32_t>(result_.strings.size());
     by_text_.emplace(result_.strings.emplace_back(std::move(text)), index);
     return index;
   }
 
   std::size_t objects() const { return objects_.size(); }
+  std::size_t lists() const { return lists_.size(); }
   std::uint64_t add_object(Type type) {
     objects_.push_back({type});
     return objects_.size() - 1;
@@ -133,6 +137,11 @@ class SnapshotBuilder {
  private:
   static constexpr std::uint32_t kNone = TorchSnapshot::kNone;
   static constexpr std::uint64_t kLargest = std::uint64_t{1} << 48U;  // above addresses and sizes
+  static constexpr std::uint64_t kLatest = std::uint64_t{1} << 53U;   // microseconds: in 2255
+  // What a program's code bounds, whatever the length of its trace. Each takes up to 0.5 KB here
+  // and in analysis/stacks.py.
+  static constexpr std::size_t kMostCalls = std::size_t{1} << 21U;
+  static constexpr std::size_t kMostStrings = std::size_t{1} << 22U;
 
   // Keys of a snapshot's dicts, whose strings have these indices.
   enum Key : std::uint32_t {
@@ -169,6 +178,16 @@ class SnapshotBuilder {
     [[nodiscard]] bool used() const { return node != 0; }
     [[nodiscard]] std::uint64_t hash() const { return hash_of_call(key); }
   };
+  // Of frames, which a pickle without a memo writes again and again.
+  struct FrameSlot {
+    std::uint64_t function = 0;
+    std::uint32_t line = 0;
+    std::uint32_t number = 0;  // from 1
+    [[nodiscard]] bool used() const { return number != 0; }
+    [[nodiscard]] std::uint64_t hash() const {
+      return hash_of_call(function ^ std::uint64_t{line} << 12U);
+    }
+  };
   static std::uint64_t hash_of_call(std::uint64_t key) { return hash_of(key ^ key >> 29U); }
 
   [[nodiscard]] const PickleObject* object(const PickleValue& value) const {
@@ -190,6 +209,9 @@ class SnapshotBuilder {
       const auto [slot, added] = calls_.try_emplace(
           hash_of_call(key), [key](const Slot& slot) { return slot.key == key; });
       if (added) {
+        if (result_.calls.size() >= kMostCalls) {
+          refuse("it has more different stacks than a snapshot");
+        }
         *slot = {.key = key, .node = static_cast<std::uint32_t>(result_.calls.size())};
         result_.calls.push_back(call);
       }
@@ -222,14 +244,27 @@ class SnapshotBuilder {
                                      .file = string(values[kFile]),
                                      .line = static_cast<std::uint32_t>(number(values[kLine]))};
     if (frame.name == kNone || frame.file == kNone) refuse_values();
-    return add(result_.frames, Type::frame, frame);
+    const std::uint64_t function = std::uint64_t{frame.name} << 32U | frame.file;
+    const auto [slot, added] = frames_.try_emplace(
+        hash_of_call(function ^ std::uint64_t{frame.line} << 12U), [&](const FrameSlot& slot) {
+          return slot.function == function && slot.line == frame.line;
+        });
+    if (added) {
+      if (result_.frames.size() >= kMostCalls)
+        refuse("it has more different frames than a snapshot");
+      result_.frames.push_back(frame);
+      *slot = {.function = function,
+               .line = frame.line,
+               .number = static_cast<std::uint32_t>(result_.frames.size())};
+    }
+    return {Type::frame, slot->number - 1};
   }
   PickleObject entry(const Values& values) {
     return add(result_.entries, Type::entry,
                {.address = number(values[kAddr], kLargest),
                 .size = number(values[kSize], kLargest),
                 .stream = number(values[kStream]),
-                .time_us = number(values[kTime]),
+                .time_us = number(values[kTime], kLatest),
                 .stack = stack(values[kFrames]),
                 .action = string(values[kAction]),
                 .metadata = string(values[kMetadata]),
@@ -279,6 +314,7 @@ class SnapshotBuilder {
   TorchSnapshot result_;
   std::unordered_map<std::string_view, std::uint32_t> by_text_;
   HashTable<Slot, 2> calls_{16};
+  HashTable<FrameSlot, 2> frames_{16};
   std::vector<PickleObject> objects_;
   std::vector<std::vector<std::uint32_t>> lists_;             // of objects
   std::vector<PickleValue> blocks_of_;                        // by segment

@@ -28,9 +28,10 @@ class Unpickler {
     for (std::uint8_t code = bytes_.next(); code != '.'; code = bytes_.next()) {
       if (!push_constant(code) && !use_stack(code)) refuse_code(code);
       if (stack_.size() > kDeepest) refuse("it is nested deeper than a snapshot");
-      // On average, an object of a snapshot takes more than four bytes.
-      const std::uint64_t most = 1024 + bytes_.position() / 4;
-      if (memo_.size() > most || builder_.objects() > most) {
+      // On average, an object of a snapshot takes more than eight bytes, and a segment with its
+      // list of blocks more than 64.
+      const std::uint64_t most = 1024 + bytes_.position() / 8;
+      if (memo_.size() > most || builder_.objects() > most || builder_.lists() > most / 8) {
         refuse("it holds more objects than a snapshot");
       }
     }
@@ -55,7 +56,7 @@ class Unpickler {
         return push({});
       case 'G':  // a double
         bytes_.number(8);
-        return push({});
+        return push({Kind::fraction});
       case 0x88:
         return push({Kind::number, 1});
       case 0x89:
@@ -137,7 +138,7 @@ class Unpickler {
         fits = fits && byte == 0;
       }
     }
-    return push(fits ? PickleValue{Kind::number, number} : PickleValue{});
+    return push({fits ? Kind::number : Kind::fraction, number});
   }
   bool push_string(std::uint64_t size) {
     return push({Kind::string, builder_.intern(bytes_.text(size))});

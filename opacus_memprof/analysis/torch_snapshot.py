@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from opacus_memprof.analysis.profile import build_profile, write_profile
 from opacus_memprof.analysis.stacks import IN_AUTOGRAD_THREAD, Frame, Purpose, purposes
-from opacus_memprof.analysis.trace_events import LIVE_STATES, PurposesOf, TraceEvents
+from opacus_memprof.analysis.trace_events import ACTIONS, LIVE_STATES, PurposeOf, TraceEvents
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, META, PROFILE, SNAPSHOTS, ProfileDirectory
@@ -88,7 +88,8 @@ class TorchSnapshot:
                 "torch.cuda.memory._dump_snapshot of torch 2.1 or newer"
             ) from error
         self._path = path
-        self._strings: list[str] = content["strings"]
+        # Somebody else's texts must not control the terminal on which names are shown.
+        self._strings = [text if text.isprintable() else repr(text)[1:-1] for text in content["strings"]]
         self._entries = np.frombuffer(content["entries"], _ENTRY)
         self._blocks = np.frombuffer(content["blocks"], _BLOCK)
         self._segments = np.frombuffer(content["segments"], _SEGMENT)
@@ -96,10 +97,16 @@ class TorchSnapshot:
         self._calls = np.frombuffer(content["calls"], _CALL)
         if len(self._entries) == 0 and len(self._segments) == 0:
             raise MemprofError(f"{path} is the snapshot of a process that used no memory of a GPU")
+        traced = [self._text_index(action) for action in ACTIONS]
+        if not np.isin(self._entries["action"], traced).any() and len(self._live()) == 0:
+            raise MemprofError(
+                f"{path} has no allocation, neither live nor in a trace: record it with "
+                'torch.cuda.memory._record_memory_history(context="all"), while memory is in use'
+            )
 
     def write(self, directory: Path) -> None:
         """Writes the profile into `directory`. Raises MemprofError if it cannot be written."""
-        events = TraceEvents(self._entries, self._live(), self._text_index, self._purposes_of(), self._path.name)
+        events = TraceEvents(self._entries, self._live(), self._text_index, self._purpose_of(), self._path.name)
         with writing(directory / EVENTS), open(directory / EVENTS, "wb") as file:
             file.write(events.header())
             events.records.tofile(file)
@@ -133,18 +140,14 @@ class TorchSnapshot:
     def _has_stacks(self) -> bool:
         return bool(self._entries["stack"].any() or self._blocks["stack"].any())
 
-    def _purposes_of(self) -> PurposesOf:
+    def _purpose_of(self) -> PurposeOf:
         strings = self._strings
         frames = [Frame(strings[name], strings[file], line) for name, file, line in self._frames.tolist()]
         inferred = purposes(frames, self._calls["caller"].tolist(), self._calls["frame"].tolist())
         if self._has_stacks:
             inferred[0] = IN_AUTOGRAD_THREAD
 
-        def purposes_of(stacks: Array, metadata: Array) -> tuple[Array, list[Purpose]]:
-            pairs, which = np.unique(stacks.astype(np.uint64) << np.uint64(32) | metadata, return_inverse=True)
-            return which, [self._named(inferred[pair >> 32], pair & 0xFFFFFFFF) for pair in pairs.tolist()]
-
-        return purposes_of
+        return lambda stack, metadata: self._named(inferred[stack], metadata)
 
     def _named(self, purpose: Purpose, metadata: int) -> Purpose:
         """Returns the purpose with the category and the module of the metadata, if it has them."""

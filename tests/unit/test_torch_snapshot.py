@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from opacus_memprof.analysis.events import PHASE, SNAPSHOT, STEP
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.stacks import Frame, Purpose, purposes
-from opacus_memprof.analysis.torch_snapshot import profile_of
+from opacus_memprof.analysis.torch_snapshot import TorchSnapshot, profile_of
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.core import read_torch_snapshot
@@ -78,6 +79,15 @@ class Trace:
         content = {"segments": self.segments(), "device_traces": [trace, []], "allocator_settings": {}}
         path.write_bytes(pickle.dumps(content))
         return path
+
+
+def pickled(value: Any) -> bytes:
+    """Returns the opcodes of a value, without a memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
 
 
 def profile(path: Path) -> Profile:
@@ -319,8 +329,15 @@ def hostile(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
     touch = (os.system, (f"touch {tmp_path / 'attacked'}",))
     inside: dict[str, Any] = {"segments": [], "device_traces": [[{"action": Attack(*touch)}]]}
     whole = pickle.dumps({"segments": [], "device_traces": []})
+    entry = {"action": "alloc", "addr": 512, "size": 1, "stream": 0, "time_us": 1, "frames": []}
+    wrong = "values do not fit together"
     asks = "asks Python to import or call"
     start, stop = b"\x80\x04", b"."
+    # 2300 lists of 1000 frames, of which hardly two begin alike.
+    frames = b"".join(b"}\x94" + pickled(frame("f", line=line))[1:] for line in range(8))
+    stacks = bytearray(b"h\x00" * 2_300_000)
+    stacks[1::2] = random.Random(0).randbytes(2_300_000).translate(bytes(number % 8 for number in range(256)))
+    distinct = b"".join(b"](" + stacks[first : first + 2000] + b"e" for first in range(0, len(stacks), 2000))
     references = b"]\x94" + b"".join(b"(" + b"h\x00" * 500 + b"e" for _ in range(40))
     return {
         "reduce": (pickle.dumps(Attack(*touch)), asks),
@@ -348,7 +365,16 @@ def hostile(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
         "memo bomb": (start + b"N" + b"\x94" * 10_000 + stop, "more objects than a snapshot"),
         "list bomb": (start + b"]" * 10_000 + stop, "more objects than a snapshot"),
         "deep": (start + b"N" * (2**20 + 2) + stop, "nested deeper than a snapshot"),
+        **{
+            f"{name} {value}": (pickle.dumps({"segments": [], "device_traces": [[{**entry, name: value}]]}), wrong)
+            for name, value in [
+                *(("size", wrong_size) for wrong_size in (-1, 0.5, float("nan"), 2**48, 2**80, "1")),
+                *(("time_us", wrong_time) for wrong_time in (-1, float("inf"), 2**53)),
+            ]
+        },
         "references": (start + references + stop, "not a memory snapshot"),
+        "lists of lists": (start + b"](" + b"]Na" * 10_000 + b"e" + stop, "more objects than a snapshot"),
+        "distinct stacks": (start + b"](" + frames + distinct + b"e.", "more different stacks than a snapshot"),
     }  # fmt: skip
 
 
@@ -424,3 +450,47 @@ def test_a_snapshot_of_an_old_torch_and_of_nothing(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": []}))
     with pytest.raises(MemprofError, match="used no memory of a GPU"):
         profile_of(path)
+    free = {"address": 0, "size": MIB, "requested_size": 0, "state": "inactive"}
+    reserved = [{"action": "segment_alloc", "addr": 0, "size": MIB, "stream": 0, "time_us": 1, "frames": []}]
+    for trace in ([], reserved):
+        content = {"segments": [{**segments[0], "blocks": [free]}], "device_traces": [trace]}
+        path.write_bytes(pickle.dumps(content))
+        with pytest.raises(MemprofError, match="has no allocation, neither live nor in a trace"):
+            profile_of(path)
+
+
+def test_names_cannot_control_the_terminal(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.add("alloc", 0, MIB, [], user_metadata="category=x\x1b[31m module=\x00y")
+    path = trace.write(tmp_path / "a.pickle")
+    shown = CliRunner().invoke(app, ["report", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert r"x\x1b[31m" in shown.output
+    assert r"\x00y" in shown.output
+    assert "\x1b" not in shown.output
+    assert "\x00" not in shown.output
+
+
+def test_an_annotation_of_a_block_that_nothing_else_has_is_left_out(tmp_path: Path) -> None:
+    trace = one_step(context_all=True)
+    expected = profile(trace.write(tmp_path / "a.pickle")).devices["cuda:0"]
+    trace.add("annotate", 2**40, MIB, [])
+    annotated = profile(trace.write(tmp_path / "b.pickle")).devices["cuda:0"]
+    assert annotated.peak.categories == expected.peak.categories
+    assert annotated.peak.requested_bytes == expected.peak.requested_bytes == 16 * MIB
+
+
+def test_a_long_trace_takes_less_than_250_bytes_of_memory_for_each_entry(tmp_path: Path) -> None:
+    """A gigabyte of entries without stacks, 61 bytes each, must not take more than 4 GB."""
+    entry = {"addr": 512, "size": 4096, "stream": 0, "time_us": 1_700_000_000_000_000, "frames": []}
+    block = b"".join(pickled({"action": action, **entry}) for action in ("alloc", "free_requested", "free_completed"))
+    traces = b"](](" + (block * 300 + b"e(") * 1000 + b"ee"
+    content = b"\x80\x02}(" + pickled("segments") + b"]" + pickled("device_traces") + traces + b"u."
+    (tmp_path / "a.pickle").write_bytes(content)
+    tracemalloc.start()
+    try:
+        snapshot = TorchSnapshot(tmp_path / "a.pickle")
+        snapshot.write(tmp_path)
+        assert 48 < tracemalloc.get_traced_memory()[1] / 900_000 < 250
+    finally:
+        tracemalloc.stop()
