@@ -16,6 +16,7 @@ from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip, verify
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.proof.noise import _wrong_size
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import Transformer, convnet, image_data, mlp, token_data, vector_data
 
@@ -313,3 +314,14 @@ def test_wrong_noise_of_flash_clip(factor: float, monkeypatch: pytest.MonkeyPatc
     std = DPOptimizerFlashClip.noise_std
     monkeypatch.setattr(DPOptimizerFlashClip, "noise_std", lambda self: factor * std(self))
     assert "has a standard deviation of" in str(verify(model, torch.randn(6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "shift", "wrong"),
+    [(5.5, 0, None), (7.5, 0, "standard deviation"), (0, 0.05, None), (0, 0.08, "mean"), (0, -0.08, "mean")],
+)
+def test_noise_is_wrong_beyond_six_standard_deviations(sigmas: float, shift: float, wrong: str | None) -> None:
+    """Of 10 000 draws, whose mean square is off by so many of its own, or their mean by five or eight."""
+    drawn = torch.tensor([1.0, -1.0]).double().repeat(5000) * math.sqrt(1 + sigmas * math.sqrt(2 / 10_000)) + shift
+    said = _wrong_size({"fc": [drawn]}, 1.0)
+    assert said is None if wrong is None else wrong in str(said)

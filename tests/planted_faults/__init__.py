@@ -2,7 +2,7 @@
 """Faults that tests must catch: ``python -m tests.planted_faults`` plants one after the other.
 
 Each is a small change that a reviewer could miss. Most make clipping wrong or switch off a check of it; those in
-`profiler` make figures or reports wrong.
+`planning` and `profiler` make figures or reports wrong.
 """
 
 from tests.planted_faults import (
@@ -11,6 +11,7 @@ from tests.planted_faults import (
     interface,
     noise_and_steps,
     parts,
+    planning,
     profiler,
     proof,
     ranks,
@@ -27,5 +28,6 @@ FAULTS: list[Fault] = [
     *proof.FAULTS,
     *situations.FAULTS,
     *interface.FAULTS,
+    *planning.FAULTS,
     *profiler.FAULTS,
 ]

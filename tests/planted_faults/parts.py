@@ -119,4 +119,20 @@ FAULTS = [
         "The per-sample gradients of a bias are rounded to eight bits.",
         unit("clipping_norms_bound::norms_of_low_precision_are_not_of_rounded_gradients"),
     ),
+    Fault(
+        "verify_noise_by_another_root",
+        "proof/noise.py",
+        "(square ** (1 / 3) - 1 + spread**2) / spread",
+        "(square ** (1 / 2) - 1 + spread**2) / spread",
+        "verify calls noise wrong that is four standard deviations off.",
+        integration("clipping_verification::noise_is_wrong_beyond_six_standard_deviations"),
+    ),
+    Fault(
+        "verify_noise_with_a_negative_mean",
+        "proof/noise.py",
+        "if not abs(float(joined.mean())) * math.sqrt(count)",
+        "if not float(joined.mean()) * math.sqrt(count)",
+        "verify calls noise right that lowers all numbers.",
+        integration("clipping_verification::noise_is_wrong_beyond_six_standard_deviations"),
+    ),
 ]

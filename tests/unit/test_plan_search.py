@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the largest value that fits, against trying every value on made-up peaks."""
 
+import json
 import random
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,11 @@ from typing import Any, cast
 import pytest
 
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
+from opacus_memprof.planning.draws import LargestBatch, assess_draws
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_values
-from opacus_memprof.planning.verdict import Verdict, least_memory
-from opacus_memprof.planning.virtual_run import VirtualRun
+from opacus_memprof.planning.verdict import LARGEST_MEMORY, Verdict, judge, least_memory
+from opacus_memprof.planning.virtual_run import VirtualRun, _read
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 ROOM = 80 * 2**30
@@ -157,7 +160,8 @@ class _ClosedForms:
         self.slow = slow
 
     def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
-        batch = int(configuration.program.arguments[-1].rpartition("=")[2])
+        changes, arguments = configuration.changes, configuration.program.arguments
+        batch = changes[-1]["value"] if changes else int(arguments[-1].rpartition("=")[2])
         requested = batch * int(configuration.gpu) * 2**20
         fits = requested <= ROOM
         sizes = {"requested": requested, "reserved": min(requested, ROOM), "may_reserve": ROOM, "context": 0}
@@ -170,6 +174,9 @@ class _ClosedForms:
 
     def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
         pass
+
+    def all(self, configurations: Sequence[PlannedConfiguration]) -> list[VirtualRun]:
+        return [self.start(each).result() for each in configurations]
 
 
 def test_each_cell_is_searched_to_its_end() -> None:
@@ -217,11 +224,84 @@ def test_killed_runs_are_run_again_and_only_results_are_kept(tmp_path: Path, mon
     script = tmp_path / "train.py"
     script.write_text("")
     asked = [PlannedConfiguration(PlannedProgram(str(script), (name,)), "t4") for name in ("once", "always")]
-    for expected in (["once", "once", "always", "always"], ["always", "always"]):
+    everything = ["once", "once", "always", "always"]
+    for expected in (everything, ["always", "always"], everything):
         begun.clear()
         with open_runs(tmp_path / "plan", resume=True, on_end=lambda *ended: None) as runs:
             found = [runs.all([each])[0].status for each in asked]
         assert (found, begun) == (["finished", "killed"], expected)
+        if expected != everything:
+            shutil.rmtree(tmp_path / "plan" / "runs")  # with what reports read
+
+
+def test_drawn_batches_are_searched_and_their_peaks_computed() -> None:
+    """Of 744 MiB a sample, 110 fit."""
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "744")
+    run = cast(VirtualRun, SimpleNamespace(fits=True, poisson={"samples": 1000, "rate": 0.1}))
+    draws = assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None)
+    assert (draws.fits, draws.physical) == (110, 110)
+    assert draws.probability == LargestBatch(1000, 0.1, 10).probability_above(110)
+    sizes = {each: LargestBatch(1000, 0.1, 10).quantile(each) for each in (0.5, 0.9, 0.99, 0.999999)}
+    assert draws.peaks == {each: (size, size * 744 * 2**20) for each, size in sizes.items()}
+
+
+def test_advice_is_tried_and_what_fits_comes_first() -> None:
+    """Of five suggestions four: two need an edit, one fails, and one of a single sample is not tried any more."""
+    actions = [
+        {"kind": "edit"},
+        {"kind": "grad_sample_mode", "value": "ghost"},
+        *({"kind": "max_physical_batch_size", "value": size} for size in (4, 2, 1)),
+    ]
+    suggestions = [
+        {"title": str(n), "code": "", "predicted_peak_bytes": n, "actions": [action], "fits": n < 3}
+        for n, action in enumerate(actions)
+    ]
+    report = {"suggestions": suggestions, "needed": {"bytes": 900}}
+    ran_out = {"status": "out_of_memory", "requested": 1, "reserved": 1, "may_reserve": 1000, "context": 300}
+    asked = []
+
+    def run_all(configurations: Sequence[PlannedConfiguration]) -> list[SimpleNamespace]:
+        asked.extend(configurations)
+        fits = [[change["value"] for change in each.changes] == [2] for each in configurations]
+        return [SimpleNamespace(**ran_out, fits=fit, oom_report=lambda: report, directory="") for fit in fits]
+
+    runs: Any = SimpleNamespace(workers=2, all=run_all)
+    verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "t4"))
+    assert [(each.title, each.tried and each.tried.fits) for each in verdict.advice] == [
+        ("3", True),
+        ("0", None),
+        ("1", None),
+        ("2", False),
+    ]
+    assert [each.memory for each in asked] == [None, LARGEST_MEMORY, None, None]
+    assert verdict.needed == 1300  # it fits nowhere: the report's figure, or what there was, and CUDA's context
+    assert verdict.spare == GPUS["t4"].total_memory - 1300
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "profile", "ran_out", "status"),
+    [
+        (-9, None, False, "killed"),
+        (1, None, False, "failed"),
+        (0, None, False, "finished"),
+        (1, "failed", True, "out_of_memory"),
+        (0, "finished", True, "out_of_memory"),
+        (0, "killed", True, "killed"),
+    ],
+)
+def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, status: str, tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(json.dumps({"steps": 2, "reserved": 9}))
+    (tmp_path / "profile").mkdir()
+    if profile is not None:
+        peak = {"requested_bytes": 5, "reserved_bytes": 7, "categories": {"noise": 5}, "phase": "noise"}
+        content = {"status": profile, "devices": {"cpu": {}, "cuda:0": {"peak": peak}}}
+        (tmp_path / "profile/profile.json").write_text(json.dumps(content))
+    if ran_out:
+        request = {"request": {"category": "gradients", "module": "fc", "phase": "backward"}}
+        (tmp_path / "profile/oom_report.json").write_text(json.dumps(request))
+    run = _read(tmp_path, exit_code, 1.0)
+    assert (run.status, run.fits, run.reserved) == (status, status == "finished", 9)
+    assert run.category == ("gradients" if ran_out else "")
 
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
