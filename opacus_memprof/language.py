@@ -31,6 +31,7 @@ _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-
 _SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
+_PUNCTUATION = re.compile("[，。；：、）](?=[^，。；：、）\\s])")
 _BETWEEN_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z])")
 
 _of_process: str | None = None
@@ -77,6 +78,17 @@ def _filled(translation: str, found: re.Match[str]) -> str:
     """Returns a translation with the parts of the sentence that its names stand for."""
     parts = found.groupdict().items()
     return translation.format(**{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts})
+
+
+def tr_help(text: str) -> str:
+    """Returns the help of a command or an option in the current language.
+
+    Its paragraphs are the entries of the context "help", each without its line breaks. Punctuation of Chinese is
+    followed by a space, because --help breaks lines at spaces alone, and cuts off what is longer than a line.
+    """
+    catalogue = _catalogue(current_language(), "help")
+    paragraphs = (catalogue.get(" ".join(part.split()), part) for part in text.split("\n\n"))
+    return _PUNCTUATION.sub(r"\g<0> ", "\n\n".join(paragraphs))
 
 
 def page_labels() -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import attach, doctor, run, top
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.language import ESCAPED, current_language, tr_sentence
+from opacus_memprof.language import ESCAPED, current_language, tr_help, tr_sentence
 from opacus_memprof.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
@@ -69,12 +69,27 @@ def options(
         sys.stdout.reconfigure(errors=ESCAPED)
 
 
+def translate_help(command: Any) -> None:
+    """Puts the help of a command, its options and its subcommands into the current language.
+
+    What typer itself says, such as Usage and Options, stays English.
+    """
+    for described in (command, *command.params):
+        for attribute in ("help", "rich_help_panel"):
+            if isinstance(text := getattr(described, attribute, None), str):
+                setattr(described, attribute, tr_help(text))
+    for subcommand in getattr(command, "commands", {}).values():
+        translate_help(subcommand)
+
+
 def main() -> None:
     """Runs the command in sys.argv, and exits."""
     try:
-        current_language()  # refused before anything runs
         # Not app(), which would install typer's excepthook in the process of the profiled script.
-        typer.main.get_command(app)()
+        command = typer.main.get_command(app)
+        if current_language() != "en":  # an unknown one is refused before anything runs
+            translate_help(command)
+        command()
     except MemprofError as error:
         print(f"opacus-memprof: {tr_sentence(str(error), least_words=2)}", file=sys.stderr)
         sys.exit(error.exit_code)

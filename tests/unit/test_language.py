@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from babel.messages import mofile, pofile
 from rich.cells import cell_len
 from rich.console import Console
@@ -185,6 +187,32 @@ def test_no_sentence_that_a_command_shows_is_missing(files: str) -> None:
     with in_language("zh"):
         missing = [text for text in sentences if not (is_chinese(text) or is_chinese(text.removeprefix("7 ")))]
     assert missing == []
+
+
+def help_of(command: Any) -> Iterator[str]:
+    """The paragraphs of a command's help, of its options and its subcommands."""
+    for described in (command, *command.params):
+        for attribute in ("help", "rich_help_panel"):
+            text = getattr(described, attribute, None) or ""
+            yield from (" ".join(part.split()) for part in text.split("\n\n") if part)
+    for subcommand in getattr(command, "commands", {}).values():
+        yield from help_of(subcommand)
+
+
+def test_the_help_of_every_command_and_option_is_translated_and_nothing_else() -> None:
+    assert set(help_of(typer.main.get_command(cli.app))) == language._catalogue("zh", "help").keys()
+
+
+@pytest.mark.parametrize("command", ["", "run", "report"])
+def test_help_is_chinese(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(language.VARIABLE, "zh")
+    monkeypatch.setattr(sys, "argv", ["opacus-memprof", *command.split(), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    own = capsys.readouterr().out.replace("Show this message and exit.", "")  # typer's
+    assert english_words(own.replace("Model Context Protocol on", "")) == []
+    assert re.search(r"[\u4e00-\u9fff]", own)
 
 
 REFUSING = {"MemprofError", "MixingError", "NotCheckedError", "_print_note"}
