@@ -199,7 +199,9 @@ def _entries(language: str) -> list[tuple[str, str, str]]:
 
 @functools.cache
 def _catalogue(language: str, context: str = "") -> dict[str, str]:
-    return {message: other for place, message, other in _entries(language) if place == context}
+    return {
+        message: other for place, message, other in _entries(language) if place == context and message
+    }  # "" is its head
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from opacus_memprof.language import tr
+from opacus_memprof.language import current_language, tr, tr_sentence
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.files import replacing
 from opacus_memprof.profiles.optional import require
@@ -134,6 +134,7 @@ def saved_figure(
         FigureCanvasAgg(figure)
         with _missing_glyphs_named():
             yield figure
+            _translate(figure)
             if in_megabytes.get():
                 _name_megabytes(figure)
             with replacing(path) as temporary:
@@ -142,10 +143,31 @@ def saved_figure(
 
 def _name_megabytes(figure: "Figure") -> None:
     """Says in the lower right corner how much a MB is, or after the words that are below the axes."""
+    note = _translated(MEGABYTE_NOTE)
     if below := figure.get_supxlabel():
-        figure.supxlabel(f"{below} ({MEGABYTE_NOTE})")
+        figure.supxlabel(f"{below} ({note})")
     else:
-        figure.supxlabel(MEGABYTE_NOTE, x=0.995, ha="right", fontsize=7)
+        figure.supxlabel(note, x=0.995, ha="right", fontsize=7)
+
+
+def _translate(figure: "Figure") -> None:
+    """Puts titles, legends and marks into the current language.
+
+    Categories, and whatever stands at ticks, are the same in all languages.
+    """
+    from matplotlib.text import Text
+
+    categories = {category_label(category) for category in CATEGORY_COLORS}
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_text() not in categories:
+            text.set_text("\n".join(map(_translated, text.get_text().split("\n"))))
+
+
+def _translated(text: str) -> str:
+    """Returns the text in the current language, if a font has its characters."""
+    if current_language() == "en" or len(_font_families()) == 1:
+        return text
+    return tr_sentence(tr(text), least_words=1)
 
 
 @contextlib.contextmanager

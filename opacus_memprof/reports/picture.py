@@ -75,14 +75,14 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
         _draw_timeline(timeline, view.device, rows, gaps, THEMES[theme])
         _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
         places: list[tuple[Any, str, Sequence[Part]]] = [
-            (grid[2:, 0], "category", view.categories),
-            (grid[2, 1], "module", modules),
-            (grid[3, 1], "component", components),
+            (grid[2:, 0], "At the peak, by category", view.categories),
+            (grid[2, 1], "At the peak, by module", modules),
+            (grid[3, 1], "At the peak, by component", components),
         ]
         bars = []
         for cell, title, parts in (place for place in places if place[2]):  # a peak from counters has no modules
             axes = figure.add_subplot(cell)
-            axes.set_title(f"At the peak, by {title}")
+            axes.set_title(title)
             names = [shorten_name(part.name or "(no module)", _LABEL_LENGTH) for part in parts]
             stacked_bars(axes, names, [part.categories for part in parts])
             bars.append(axes)

@@ -266,6 +266,12 @@ def test_a_refusal_is_not_taken_for_a_part_of_another_sentence() -> None:
         assert language.tr_sentence(unknown, least_words=2) == unknown
 
 
+def test_nothing_stays_nothing() -> None:
+    """An empty message is the head of a catalogue."""
+    with in_language("zh"):
+        assert (tr(""), language.tr_sentence(""), language.tr_help("")) == ("", "", "")
+
+
 def test_a_sentence_is_translated_with_its_parts() -> None:
     english = (
         "give fc1 an input with a row for each sample: expand what all samples share, such as positions, to the batch "

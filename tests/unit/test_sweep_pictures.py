@@ -12,11 +12,14 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from opacus_memprof import reports
 from opacus_memprof.experiments.configuration import grid
 from opacus_memprof.experiments.directory import DETAILED_SWEEP, SINGLE_GPU
 from opacus_memprof.experiments.figures import FIGURES, draw_figure, overview
 from opacus_memprof.experiments.figures.overview import COMPONENT_COLORS, TYPE_COLORS, rows_by_sizes
 from opacus_memprof.experiments.rows import MEMORY_TYPES, lines_over, varied_sizes
+from opacus_memprof.language import in_language
+from opacus_memprof.profiles.categories import REPORTED
 from opacus_memprof.profiles.profile import PhasePeak
 from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory, with_fields
 
@@ -130,6 +133,31 @@ def test_every_picture_counts_in_the_unit_of_the_results_and_names_it(
         assert any(re.search(r"\d MB$", text) for text in texts)
 
 
+def test_pictures_are_in_the_language_where_a_font_has_its_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: set[str] = set()
+
+    def keep_texts(figure: Any, path: Path, **options: Any) -> None:
+        path.touch()
+        said.update(line for text in figure.findobj(Text) for line in text.get_text().split("\n"))
+
+    monkeypatch.setattr(Figure, "savefig", keep_texts)
+    drawn = {}
+    for language, families in (("zh", ["DejaVu Sans", "Noto Sans CJK SC"]), ("zh", ["DejaVu Sans"]), ("en", [])):
+        monkeypatch.setattr(reports.figures, "_font_families", lambda families=families: families)
+        with in_language(language):
+            for name in FIGURES:
+                draw_figure(name, [ROWS[0], ROWS[-2], ROWS[-1]], tmp_path)
+        drawn[language, len(families)] = set(said)
+        said.clear()
+    assert drawn["zh", 1] == drawn["en", 0]
+    assert {"峰值时刻的内存，按类别", "每步时间", "序列长度"} <= drawn["zh", 2]
+    labels = {text.replace("_", " ") for text in REPORTED}
+    english = {text for text in drawn["zh", 2] - labels if re.search("[a-z]+ [a-z]+ [a-z]+", text)}
+    assert english == set()
+
+
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is drawn, before it is saved."""
@@ -173,7 +201,7 @@ def test_the_lines_of_the_trends_are_explained(figures: list[Any], tmp_path: Pat
     panels = figures[0].get_children()[-1].axes
     assert [panel.get_title(loc="left") for panel in panels] == ["Sequence length", "Physical batch size", "LoRA rank"]
     labels = [text.get_text() for text in panels[0].get_legend().get_texts()]
-    assert labels == ["Physical batch size:", "1", "2", "4", "LoRA rank:", "full", "8", "did not finish"]
+    assert labels == ["Physical batch size", "1", "2", "4", "LoRA rank", "full", "8", "did not finish"]
     looks = {(line.get_color(), line.get_marker()) for line in panels[0].lines if line.get_linestyle() != "None"}
     assert len(looks) == 6  # one for each combination
 

@@ -137,7 +137,7 @@ def _draw_legend(
 
     entries: list[Line2D] = []
     for other, found in styles.items():
-        entries.append(Line2D([], [], linestyle="", label=f"{_TITLES[other]}:"))
+        entries.append(Line2D([], [], linestyle="", label=_TITLES[other]))
         for value, style in found.items():
             shown: dict[str, Any] = {"color": theme.muted, "linewidth": 1.5, **style}
             entries.append(Line2D([], [], label=_size_label(other, value), **shown))
