@@ -79,13 +79,19 @@ class PersistentExecutor(Executor):
         self._closed = True
         self._executor.shutdown(wait=wait, cancel_futures=cancel_futures)
 
-    def _try(self, future: "Future[Result]", call: Callable[[], Result], attempts: int) -> None:
-        executor = self._executor
+    def _try(
+        self, future: "Future[Result]", call: Callable[[], Result], attempts: int, broken: Executor | None = None
+    ) -> None:
         try:
-            attempt = executor.submit(call)
-        except BrokenExecutor:
-            executor = self._replace(executor)
-            attempt = executor.submit(call)
+            executor = self._executor if broken is None else self._replace(broken)
+            try:
+                attempt = executor.submit(call)
+            except BrokenExecutor:
+                executor = self._replace(executor)
+                attempt = executor.submit(call)
+        except Exception as error:  # nothing else would end the future of a call that is run again
+            future.set_exception(error)
+            return
         attempt.add_done_callback(partial(self._ended, future, call, attempts - 1, executor))
 
     def _ended(
@@ -105,9 +111,7 @@ class PersistentExecutor(Executor):
         elif isinstance(error, MemprofError) or type(error).__name__ in _FINAL or not attempts or self._closed:
             future.set_exception(error)
         else:
-            if isinstance(error, BrokenExecutor):
-                self._replace(executor)
-            self._try(future, call, attempts)
+            self._try(future, call, attempts, executor if isinstance(error, BrokenExecutor) else None)
 
     def _replace(self, broken: Executor) -> Executor:
         """Replaces an executor whose workers have died, once, and returns the present one."""

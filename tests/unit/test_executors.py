@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,20 @@ def test_a_call_that_always_kills_its_worker_ends(tmp_path: Path) -> None:
     assert type(error).__name__ == "BrokenProcessPool"
     assert len(list(tmp_path.iterdir())) == 3
     executor.shutdown()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_call_ends_if_no_executor_takes_it_again(dies: bool) -> None:
+    """The first attempt has failed, the executor is closed, and no other can be made."""
+    made = [ThreadPoolExecutor(1)]
+    executor = PersistentExecutor(made.pop)
+
+    def closes_the_executor() -> None:
+        executor._executor.shutdown(wait=False)
+        raise BrokenExecutor("all workers died") if dies else OSError("a disk that is not mounted yet")
+
+    error = executor.submit(closes_the_executor).exception(10)
+    assert str(error) == ("pop from empty list" if dies else "cannot schedule new futures after shutdown")
 
 
 def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
