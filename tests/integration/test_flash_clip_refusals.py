@@ -257,6 +257,17 @@ def test_layers_that_no_gradient_reaches(passes: int) -> None:
     assert_same(parameters(module), before, 0)
 
 
+def test_a_penalty_on_a_weight_is_refused_and_training_goes_on() -> None:
+    module, optimizer = private(mlp(), 1)
+    x, (weight, *_) = torch.randn(4, 9, dtype=torch.float64), module.parameters()
+    (module(x).sum() + weight.square().sum()).backward()
+    with pytest.raises(MemprofError, match="comes from outside of the layers"):
+        optimizer.step()
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.step()
+
+
 def test_two_passes_of_a_loss_in_the_model_equal_one() -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

@@ -2,11 +2,12 @@
 """Faults that tests must catch: ``python -m tests.planted_faults`` plants one after the other.
 
 Each is a small change that a reviewer could miss. Most make clipping wrong or switch off a check of it; those in
-`planning` and `profiler` make figures or reports wrong.
+`findings`, `planning` and `profiler` make figures or reports wrong.
 """
 
 from tests.planted_faults import (
     clipping,
+    findings,
     gradients,
     interface,
     noise_and_steps,
@@ -28,6 +29,7 @@ FAULTS: list[Fault] = [
     *proof.FAULTS,
     *situations.FAULTS,
     *interface.FAULTS,
+    *findings.FAULTS,
     *planning.FAULTS,
     *profiler.FAULTS,
 ]

@@ -135,4 +135,28 @@ FAULTS = [
         "verify calls noise right that lowers all numbers.",
         integration("clipping_verification::noise_is_wrong_beyond_six_standard_deviations"),
     ),
+    Fault(
+        "true_is_a_number",
+        "arguments.py",
+        "isinstance(value, (bool, str, bytes))",
+        "isinstance(value, (str, bytes))",
+        "noise_multiplier=True is noise of one.",
+        unit("engine_arguments"),
+    ),
+    Fault(
+        "no_bounds_are_bounds",
+        "arguments.py",
+        "not value or not all(map(is_bound, value))",
+        "not all(map(is_bound, value))",
+        "clipping per layer takes an empty list of bounds.",
+        unit("engine_arguments"),
+    ),
+    Fault(
+        "penalties_stay",
+        "bookkeeping/__init__.py",
+        "        self.beside_layers.clear()\n",
+        "",
+        "After a penalty on a parameter no step is taken any more.",
+        integration(f"{_REFUSALS}::a_penalty_on_a_weight_is_refused_and_training_goes_on"),
+    ),
 ]

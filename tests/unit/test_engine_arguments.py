@@ -73,6 +73,7 @@ def test_the_signature_is_that_of_opacus_and_then_ours(engine: type, method: str
         ({"noise_multiplier": float("inf")}, "noise_multiplier is inf"),
         ({"noise_multiplier": "1"}, "noise_multiplier is '1'"),
         ({"noise_multiplier": None}, "noise_multiplier is None"),
+        ({"noise_multiplier": True}, "noise_multiplier is True"),
         ({"max_grad_norm": float("inf")}, "max_grad_norm is inf; clipping='flat' needs one positive and finite number"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
         ({"max_grad_norm": 0}, "max_grad_norm is 0"),
@@ -83,6 +84,7 @@ def test_the_signature_is_that_of_opacus_and_then_ours(engine: type, method: str
             "needs a list with one positive and finite number",
         ),
         ({"max_grad_norm": 1.0, "clipping": "per_layer"}, "needs a list with one positive and finite number"),
+        ({"max_grad_norm": [], "clipping": "per_layer"}, "needs a list with one positive and finite number"),
         ({"check": "daily"}, "check is 'daily'; it must be 'first', 'sometimes', 'always' or 'off'"),
     ],
 )

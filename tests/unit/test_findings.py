@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of the peak from which wasted memory is reported."""
+"""What is a finding and what is not, of runs that are made by hand, and its bytes."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from opacus_memprof.analysis.findings import Run
+from opacus_memprof.analysis.defects import different_numbers_of_samples, growing_memory, missing_per_sample_gradients
+from opacus_memprof.analysis.findings import (
+    Run,
+    activations_of_earlier_steps,
+    copied_per_sample_gradients,
+    discarded_gradients,
+    ghost_matrices,
+    graphs_without_backward,
+    unused_per_sample_gradients,
+)
 from opacus_memprof.analysis.names import Names
+from tests.unit.made_profiles import a_device, a_peak
 
 
 @pytest.mark.parametrize(("size", "material"), [(0, False), (99, False), (100, True), (10_000, True)])
@@ -21,3 +31,98 @@ def test_nothing_is_material_where_nothing_was_allocated() -> None:
     devices: Any = {"cpu": SimpleNamespace(peak=SimpleNamespace(requested_bytes=0))}
     nameless: Any = object.__new__(Names)
     assert not Run(devices, {}, [], nameless).is_material("cpu", 0)
+
+
+def found_in(detector: Any, *facts: dict[str, Any], replayed: Any = None, failed: bool = False, **peak: Any) -> Any:
+    """The findings of a detector on one device, where modules 1 and 2 are fc and head."""
+    names = SimpleNamespace(
+        module=("", "fc", "head").__getitem__,
+        reported_category={7: "noise"}.get,
+        phase={3: "clip"}.get,
+        op={5: "add_noise"}.get,
+    )
+    devices = {"cuda:0": a_device(peak=a_peak(**{"requested_bytes": 1000, **peak}))}
+    return list(
+        detector(Run(devices, {} if replayed is None else {"cuda:0": replayed}, facts, cast(Names, names), failed))
+    )
+
+
+def test_the_largest_matrices_count() -> None:
+    layer = {"kind": "norm_matrices", "features": (5, 3), "samples": 4, "tokens": 9, "gradient_bytes": 6}
+    (found,) = found_in(ghost_matrices, {**layer, "module": 1, "bytes": 10}, {**layer, "module": 2, "bytes": 20})
+    assert (found.bytes, found.modules) == (20, {"fc": 10, "head": 20})
+
+
+@pytest.mark.parametrize(
+    ("step", "modules", "is_old"), [(2, "ab", True), (3, "ab", False), (2, "aa", False), (1, "ab", False)]
+)
+def test_activations_of_an_evaluation_two_steps_ago(step: int, modules: str, is_old: bool) -> None:
+    """The variables of a program hold the last step's output, and one module's output may have no graph."""
+    place = {"bytes": 100, "category": "activations", "op": "", "phase": "forward", "step": step}
+    blocks = [{**place, "module": module} for module in modules]
+    evaluated = {"kind": "evaluations_with_graphs", "module": 0, "steps": [2, 3]}
+    found = found_in(activations_of_earlier_steps, evaluated, step=4, largest_blocks=blocks)
+    assert [each.bytes for each in found] == [200] * is_old
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "is_found"), [(4, "forward", True), (3, "forward", False), (4, "clip", False)]
+)
+def test_an_evaluation_at_the_peak(step: int, phase: str, is_found: bool) -> None:
+    evaluated = {"kind": "evaluation_graphs", "module": 0, "step": step}
+    found = found_in(graphs_without_backward, evaluated, step=4, phase=phase, categories={"activations": 500})
+    assert [each.bytes for each in found] == [500] * is_found
+
+
+def test_only_copies_whose_original_is_live_are_copies() -> None:
+    place = {"category": "per_sample_gradients", "module": "fc", "phase": "backward", "step": 0}
+    copy = "create_or_accumulate_grad_sample"
+    blocks = [{**place, "bytes": size, "op": op} for size, op in ((100, "mm"), (100, copy), (300, copy))]
+    (found,) = found_in(copied_per_sample_gradients, phase="backward", newest_blocks=blocks)
+    assert found.bytes == 100
+
+
+@pytest.mark.parametrize(("live", "size"), [(60, 60), (90, 80)])
+def test_discarded_gradients_are_those_that_are_live(live: int, size: int) -> None:
+    built = {"kind": "replaced_gradients", "module": 1, "bytes": 80}
+    (found,) = found_in(discarded_gradients, built, phase="backward", modules={"fc": {"gradients": live}})
+    assert found.bytes == size
+
+
+@pytest.mark.parametrize(("times", "failed", "is_found"), [(2, False, False), (3, False, True), (3, True, False)])
+def test_unused_per_sample_gradients_of_three_passes(times: int, failed: bool, is_found: bool) -> None:
+    facts = (
+        {"kind": "unused_samples", "module": 1, "bytes": 100},
+        {"kind": "unused_passes", "module": 0, "bytes": times},
+    )
+    assert bool(found_in(unused_per_sample_gradients, *facts, failed=failed)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("steps", "size", "is_found"),
+    [(5, 100, True), (4, 100, False), (5, 9, False), (18, 9, True), (17, 9, False)],  # of 20 that count
+)
+def test_memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all(steps: int, size: int, is_found: bool) -> None:
+    site = {"category": 7, "module": 1, "phase": 3, "op": 5, "first_step": 2, "last_step": 21, "blocks": steps}
+    replayed = {"last_step_end": {"step": 24}, "residue": [{**site, "steps": steps, "bytes": size}]}
+    found = found_in(growing_memory, replayed=replayed)
+    assert [each.bytes for each in found] == [size] * is_found
+    if is_found:
+        assert (
+            f"from {steps} of the steps 2 to 21 were still live at the end of step 23: about {size // steps} B more"
+            in (found[0].evidence)
+        )
+
+
+@pytest.mark.parametrize(("samples", "remedy"), [(1, "a row for each sample"), (12, "the first dimension")])
+def test_numbers_of_samples_that_are_too_few_or_too_many(samples: int, remedy: str) -> None:
+    counts = [{"kind": "sample_counts", "module": n, "samples": size, "batch": 4} for n, size in ((1, 4), (2, samples))]
+    (found,) = found_in(different_numbers_of_samples, *counts)
+    assert found.module == "head"
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(("captures", "is_found"), [(0, True), (1, False)])
+def test_modules_that_wait_for_a_backward_do_not_miss_samples(captures: int, is_found: bool) -> None:
+    fact = {"kind": "samples_missing", "module": 2, "captures": captures, "training": False, "has_gradient": False}
+    assert [each.module for each in found_in(missing_per_sample_gradients, fact)] == ["head"] * is_found

@@ -95,6 +95,18 @@ def test_imbalance_and_its_cause(tmp_path: Path) -> None:
     assert [(row["outside_pytorch"], row["steps"]) for row in found["ranks"]] == [(9, 2)] * 4
 
 
+def test_ranks_that_count_little_are_no_imbalance(tmp_path: Path) -> None:
+    """One that has 5 % more than the others, and one that took no step."""
+    for rank in range(4):
+        write(tmp_path, rank, activations=1050 if rank == 3 else 1000)
+    assert load_ranks(tmp_path)["stragglers"] == []
+    devices = json.loads((tmp_path / "rank_3/profile.json").read_text())["devices"]
+    change(tmp_path, 3, devices={"cuda:3": {**devices["cuda:3"], "steps": []}})
+    imbalance = load_ranks(tmp_path)["imbalance"]
+    assert imbalance is not None
+    assert imbalance["ratio"] == 1
+
+
 def test_what_is_printed(tmp_path: Path) -> None:
     text = printed(four(tmp_path))
     assert "imbalance (max / mean): 1.191, rank 2 has 225 B more than the mean; of gradients it has 225 B more" in text
