@@ -396,4 +396,12 @@ FAULTS = [
         "All samples have one norm for a parameter that is a number.",
         unit("clipping_norms_bound::a_number_for_each_sample_is_its_gradient"),
     ),
+    Fault(
+        "modules_of_two_names_are_set_twice",
+        "forwards/repetition.py",
+        "args, kwargs, tie_weights=False)",
+        "args, kwargs)",
+        "A parameter of a module that has two names stays replaced by a tensor after its forward was repeated.",
+        programs("kind_raw_of_two_names"),
+    ),
 ]

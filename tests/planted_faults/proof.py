@@ -391,4 +391,20 @@ FAULTS = [
         "Two threads that run the model at once end in another error, or in none.",
         programs("transform_layers_in_threads", "transform_called_by_threads"),
     ),
+    Fault(
+        "parts_are_not_compared",
+        "module/hooks.py",
+        "            self._parts.check(call, hooks.batch)",
+        "            pass",
+        "A program mixes samples between two parts of the model that it calls by themselves.",
+        programs("parts_mixed_between", "parts_flipped_between"),
+    ),
+    Fault(
+        "models_are_private_twice",
+        "module/hooks.py",
+        "        refuse_private(inner_model(m))\n",
+        "",
+        "A model is made private twice, and a layer's gradient is taken twice.",
+        programs("loop_private_twice", "loop_private_after_hooks"),
+    ),
 ]

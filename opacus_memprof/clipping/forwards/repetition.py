@@ -62,6 +62,21 @@ class _WithoutHooks(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
+def _by_all_names(module: nn.Module, parameters: Gradients) -> Gradients:
+    """Returns the values of parameters by all their names in `_WithoutHooks`, but each module's by one name only.
+
+    With `tie_weights`, `functional_call` sets a parameter of a module that has two names twice, and takes the value
+    that it has set first for the original one.
+    """
+    given = {id(module.get_parameter(name)): value for name, value in parameters.items()}
+    return {
+        ".".join(filter(None, ("module", path, name))): given[id(parameter)]
+        for path, owner in module.named_modules()
+        for name, parameter in owner._parameters.items()
+        if id(parameter) in given
+    }
+
+
 @dataclass
 class Call:
     """One call of a module.
@@ -114,8 +129,8 @@ class Call:
             without_checkpoints(),
             torch.autocast(device, dtype, enabled, cache_enabled=False),
         ):
-            values = {f"module.{name}": value for name, value in parameters.items()}
-            output = functional_call(_WithoutHooks(module), values, args, kwargs)
+            values = _by_all_names(module, parameters)
+            output = functional_call(_WithoutHooks(module), values, args, kwargs, tie_weights=False)
         found = tree_flatten(output)[0]
         return [found[i] for i in self.outputs]
 

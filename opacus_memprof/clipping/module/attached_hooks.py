@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
@@ -163,6 +164,19 @@ def _untraced(hook: Any) -> Any:
         return hook
     function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
     return MethodType(function, hook.__self__)
+
+
+def refuse_private(model: nn.Module) -> None:
+    """Raises MemprofError if hooks of Opacus or flash_clip are on a module of the model."""
+    for module in model.modules():
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if getattr(module, "autograd_grad_sample_hooks", None) or any(
+            isinstance(owner, AbstractGradSampleHooks) for owner in owners
+        ):
+            raise MemprofError(
+                f"the model, or its part {type(module).__name__}, was made private already: build it anew, or call "
+                "remove_hooks() of what make_private has returned for it."
+            )
 
 
 _OWNERS: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its hooks, which hold the parameter

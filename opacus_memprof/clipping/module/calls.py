@@ -3,11 +3,13 @@
 
 import functools
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
@@ -15,10 +17,11 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackwa
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
-from opacus_memprof.clipping.proof.batches import alias_leaves
+from opacus_memprof.clipping.proof.batches import alias_leaves, cotangents, has_samples
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.situations import Situation
+from opacus_memprof.clipping.proof.summary import halves
 from opacus_memprof.errors import MemprofError
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
@@ -134,6 +137,49 @@ class ExplainedSteps:
                     proof.note("explained", forward=forward)
         for record in records.values():
             record.release()
+
+
+class Parts:
+    """The outputs of parts of the model that the program has called by themselves since the last step.
+
+    What the program computes from them for the next part is in no proof.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[tuple[Any, Arrangement, int]] = deque(maxlen=64)
+
+    def clear(self) -> None:
+        """Forgets the outputs."""
+        self._outputs.clear()
+
+    def add(self, outputs: Outputs, batch: int) -> None:
+        """Adds the outputs of a part."""
+        self._outputs += [(get_gradient_edge(x), where, batch) for x, where in outputs if where is not None]
+
+    def check(self, call: Call, batch: int) -> None:
+        """Checks that a sample's input of the called part does not depend on outputs of other samples.
+
+        Raises:
+            MemprofError: it does, as far as derivatives show.
+        """
+        known = [(edge, where) for edge, where, size in self._outputs if size == batch]
+        leaves = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if has_samples(leaf, batch)]
+        inputs = [leaf for leaf in leaves if leaf.grad_fn is not None]
+        for plan in halves(batch) if known and inputs else ():
+            kept = torch.tensor(plan, dtype=torch.float64)
+            given = cotangents(inputs, [PLAIN] * len(inputs), batch, kept, True)
+            edges = [edge for edge, _ in known]
+            found = torch.autograd.grad(inputs, edges, given, retain_graph=True, allow_unused=True)
+            for gradient, (_, where) in zip(found, known, strict=True):
+                if gradient is None:
+                    continue
+                others = where.by_sample(gradient, batch)[(kept == 0).to(gradient.device)]
+                if bool(others.any()):
+                    raise MemprofError(
+                        "samples are mixed between two parts of the model that the program calls by themselves, before "
+                        f"its part {type(call.entry).__name__}: compute each sample's input from its own outputs, in "
+                        "the same order, or in the forward of one module."
+                    )
 
 
 def detach_for_two_passes(output: Any, outputs: Outputs, hooks: LayerHooks) -> tuple[Any, Outputs]:

@@ -29,12 +29,13 @@ from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.forwards.state import RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, remember_owner
+from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
 from opacus_memprof.clipping.module.call_proofs import CallProofs
 from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
+    Parts,
     allocated_bytes,
     batch_size,
     detach_for_two_passes,
@@ -97,6 +98,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if check not in CHECKS:
             raise MemprofError(f"check is {check!r}; it must be one of {', '.join(map(repr, CHECKS))}.")
         check_nonfinite(nonfinite)
+        refuse_private(inner_model(m))
         rule = ClipRule(clipping, max_grad_norm)
         if passes == 2 and rule.by_parameter:
             raise MemprofError("flash_clip_passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
@@ -124,6 +126,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             registry, self.layer_hooks, bookkeeping, self.certificate, check, self._attached.run, self._attach
         )
         self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
+        self._parts = Parts()
         self._call: Call | None = None
         self._begun_with: RandomState | None = None
         self._allocated_before = 0
@@ -167,6 +170,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         Raises:
             MemprofError: a gradient did not come through the outputs.
         """
+        self._parts.clear()
         self._explained.check(self.trained)
 
     def take_random_states(self) -> dict[torch.Generator, torch.Tensor]:
@@ -298,6 +302,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             call.random = RandomState.now(device_of(call.args, call.kwargs))
             self._begun_with = self._begun_with or call.random
         error: MemprofError | None = None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise MemprofError(
+                "the model is called in a transform of torch.func (vmap, grad, jvp, ...), inside of which flash_clip "
+                "does not see the gradients of its outputs: call the model outside of it."
+            )
         try:
             if self._proofs.joint is not None:
                 self._proofs.joint.reshard()
@@ -308,6 +317,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 raise
             error = raised
         self._proofs.prepare(call, error)
+        if call.is_proved or call.record is not None:
+            self._parts.check(call, hooks.batch)
         if call.random is not None:
             self._proofs.begin_forward(call)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
@@ -400,6 +411,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for place, (x, _) in enumerate(outputs):
             begin = functools.partial(self._explained.begin_backward, hooks.forward, record, place)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
+        if call.entry is not self.registry.model and call.situation is not None and self._proofs.joint is None:
+            self._parts.add(outputs, hooks.batch)
         for x, _ in others:
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]

@@ -22,6 +22,17 @@ def _by_parts(model: Any, batch: Batch) -> torch.Tensor:
     return per_sample(parts.head(torch.tanh(parts.body(batch["x"]))), batch)
 
 
+def _mixed_between_parts(model: Any, batch: Batch) -> torch.Tensor:
+    parts = inner(model)
+    h = parts.body(batch["x"])
+    return per_sample(parts.head(h - h.mean(0)), batch)
+
+
+def _flipped_between_parts(model: Any, batch: Batch) -> torch.Tensor:
+    parts = inner(model)
+    return per_sample(parts.head(parts.body(batch["x"]).flip(0)), batch)
+
+
 def _after_root(model: Any, batch: Batch) -> torch.Tensor:
     """A forward of the root with another number of samples, and then the parts."""
     with torch.no_grad():
@@ -187,6 +198,8 @@ _HOLDS = {"holds_frozen": True}
 _THREE = of_shape(5, 6, count=3)
 PROGRAMS = [
     Program("parts_only", _two_parts, _THREE, "exact", _by_parts),
+    Program("parts_mixed_between", _two_parts, _THREE, "refused", _mixed_between_parts),
+    Program("parts_flipped_between", _two_parts, _THREE, "refused", _flipped_between_parts),
     Program("parts_after_root", _two_parts, _THREE, "exact", _after_root),
     Program("parts_after_root_with_grad", _two_parts, _THREE, "exact", _after_root_with_grad),
     Program("parts_sizes_change", _two_parts, several(lambda: floats(5, 6), lambda: floats(3, 6)), "exact", _by_parts),

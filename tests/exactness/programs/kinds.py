@@ -76,6 +76,17 @@ def _tokens_then(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Embedding(11, 6), layer(), nn.Linear(6, 3))
 
 
+def _of_two_names() -> nn.Module:
+    """As PEFT's trainable tokens, whose changes the embedding and the head hold in one module."""
+    changes = nn.ParameterDict({"changes": nn.Parameter(torch.randn(3, 6))})
+
+    def forward(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        weight = m.tokens.weight.index_add(0, torch.arange(1, 4), m.of_tokens["changes"])
+        return m.last(torch.tanh(functional.embedding(ids, weight))) * m.of_head["changes"].sum()
+
+    return Graph(forward, tokens=nn.Embedding(11, 6), of_tokens=changes, of_head=changes, last=nn.Linear(6, 3))
+
+
 def _tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 11, bias=False))
     model[2].weight = model[0].weight
@@ -219,6 +230,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Steps]] = {
         _ids(4, 4),
     ),
     "tied": (_tied, _ids()),
+    "raw_of_two_names": (_of_two_names, _ids()),
     "tied_large": (_tied_large(None), _ids()),
     "tied_large_padding": (_tied_large(3), _ids()),
     "folded": (lambda: Graph(_folded, a=nn.Linear(6, 6), b=nn.Linear(6, 3)), _shape(5, 4, 6)),

@@ -134,6 +134,29 @@ def _positions_first(seed: int) -> Verdict:
     return Verdict("wrong", math.inf, "no warning")
 
 
+def _private_twice(mode: str) -> Callable[[int], Verdict]:
+    """Makes a model private that was made private in some mode, and is refused then, not in a later forward."""
+
+    def run(seed: int) -> Verdict:
+        data = DataLoader(TensorDataset(torch.randn(24, 6, dtype=torch.float64)), batch_size=8)
+        model = _model()
+        for each in (mode, "flash_clip"):
+            try:
+                PrivacyEngine().make_private(
+                    module=model,
+                    optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+                    data_loader=data,
+                    noise_multiplier=1.0,
+                    max_grad_norm=1.0,
+                    grad_sample_mode=each,
+                )
+            except MemprofError as error:
+                return Verdict("refused", message=str(error))
+        return Verdict("wrong", math.inf, "the model was made private twice")
+
+    return run
+
+
 def _with_scheduler(schedule: Callable[[Any], Any], clipping: str) -> Callable[[int], Verdict]:
     """Measures the bounds and the noise that are applied after a scheduler's step, and compares their ratio."""
 
@@ -295,6 +318,8 @@ PROGRAMS = [
         for poisson in (False, True)
     ),
     _loop("positions_first_of_the_batch_s_size", "refused", _positions_first),
+    _loop("private_twice", "refused", _private_twice("flash_clip")),
+    _loop("private_after_hooks", "refused", _private_twice("hooks")),
     _loop("two_passes_in_3", "exact", lambda seed: _train(seed, 3, "mean", flash_clip_passes=2)),
     _loop("few_samples_poisson", "exact", lambda seed: _train(seed, None, "mean", samples=4, poisson_sampling=True)),
     *(

@@ -201,6 +201,12 @@ def _layers_in_threads(m: Any, x: torch.Tensor) -> torch.Tensor:
     return sum(_in_threads(lambda factor: m.last(torch.tanh(m.first(factor * x)))))  # type: ignore[arg-type]
 
 
+def _in_func_grad(model: Any, batch: Batch) -> torch.Tensor:
+    losses = per_sample(model(batch["x"]), batch)
+    of_inputs = torch.func.grad(lambda x: model(x).sum())(batch["x"])
+    return losses + of_inputs.detach().sum(1)
+
+
 def _reparametrized(change: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(change(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
 
@@ -234,6 +240,7 @@ PROGRAMS = [
     _program("halved_by_place", _graph(_halved_by_place), "refused", is_random=True),
     _program("called_by_threads", _graph(_slowly), "refused", losses=_called_by_threads),
     _program("layers_in_threads", _graph(_layers_in_threads), "refused"),
+    _program("func_grad_outside", _graph(_plain), "refused", losses=_in_func_grad),
     _program("jvp", _graph(_directional), "refused"),
     _program("torchscript", lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))), "refused"),
     _program(
