@@ -100,12 +100,15 @@ class _Node(NamedTuple):
 
 
 def purposes(frames: Sequence[Frame], callers: Sequence[int], calls: Sequence[int]) -> list[Purpose]:
-    """Returns the purpose of each node of a tree of stacks.
+    """Returns the purpose of an allocation with each of these stacks.
+
+    Stacks form a tree, because many begin alike: a node is a stack, which has one frame more than its parent. Node 0 is
+    the empty stack, and parents come before their children.
 
     Args:
-        frames: the frames.
-        callers: the node of the caller, for each node; a caller comes before what it calls. Node 0 is the empty stack.
-        calls: the index of the frame, for each node.
+        frames: all frames that occur.
+        callers: the parent of each node.
+        calls: the index of each node's innermost frame.
     """
     rule_of = lru_cache(maxsize=None)(_first_rule)
     nodes = [_Node(NOTHING)]

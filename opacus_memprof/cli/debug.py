@@ -295,7 +295,7 @@ class Bisection:
         return {version(each.strip()) for each in line[1].split(",")} if line else set()
 
     def _commits(self, good: str, bad: str) -> list[Candidate]:
-        """Returns the good commit, and those after it up to the bad one, of merges the first parents only."""
+        """Returns the commits from the good one to the bad one, both included. Follows only first parents of merges."""
         (package, url, first, subdirectory), (other, other_url, last, _) = (
             match.groups() for end in (good, bad) if (match := _COMMIT.fullmatch(end))
         )

@@ -345,7 +345,7 @@ def draws_content(draws: Draws) -> PlanDraws:
 
 
 def cell_content(cell: PlannedCell) -> PlanCell:
-    """Returns the entry of a cell in plan.json."""
+    """Returns an entry of `cells` in plan.json: the largest value that fits with one mode and setting on one GPU."""
     line = cell.line
     return PlanCell(
         mode=cell.mode,
@@ -362,7 +362,7 @@ def cell_content(cell: PlannedCell) -> PlanCell:
 
 
 def smallest_content(candidate: str, cell: PlannedCell | None) -> SmallestGpu:
-    """Returns the entry of the smallest GPU in plan.json."""
+    """Returns an entry of `smallest_gpus` in plan.json: the smallest GPU on which a candidate fits."""
     gpu, memory = (None, None) if cell is None else (cell.configuration.gpu, memory_of(cell.configuration))
     return SmallestGpu(candidate=candidate, gpu=gpu, memory_bytes=memory)
 

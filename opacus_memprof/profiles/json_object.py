@@ -148,7 +148,7 @@ def _field_path(content: Any, kind: type[JsonObject], message: str, path: str) -
 
 
 def _wrong_key(inside: dict[str, Any], content: Any, kind: type[JsonObject], message: str) -> str:
-    """Returns the key of `inside`, a part of `content`, that causes the same message alone. Removes other keys."""
+    """Returns the key of `inside`, a part of `content`, whose value causes this error. Leaves only that key there."""
     for key, value in list(inside.items()):
         inside.clear()
         inside[key] = value

@@ -359,7 +359,7 @@ class Layer:
             kept: the kept tensors.
             factors: clip factors, [B].
             workspace: limit on temporaries.
-            split: the factors of the pair; split here by default.
+            split: the factors for the pair of input and output gradient; by default `split_factors` of `factors`.
         """
         while kept.stacks:
             parameter, stack = kept.stacks.popitem()

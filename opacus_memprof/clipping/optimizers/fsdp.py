@@ -134,13 +134,13 @@ Sum = tuple[Any, torch.Tensor]
 
 
 def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
-    """Yields each parameter with this rank's shard of its sum over the ranks that have different shards.
+    """Adds the ranks' sums, and yields each parameter with this rank's shard of the total (a reduce-scatter).
 
-    The next sums are formed while earlier ones are being reduced.
+    Only ranks that have different shards are added. The next sums are formed while earlier ones are being reduced.
 
     Args:
-        sums: each parameter, a DTensor, with its full sum on this rank. All ranks have the same parameters in the same
-            order.
+        sums: each parameter, a DTensor, with the sum over this rank's samples, in the whole parameter's shape. All
+            ranks have the same parameters in the same order.
     """
     group_of = functools.cache(_sharding_group)  # finding a group takes the host as long as sending a sum
     sent: Callable[[], Iterator[Sum]] | None = None

@@ -378,7 +378,7 @@ class TensorVersion:
 
 
 def _state_of(tensor: Any) -> tuple[Any, ...]:
-    """Returns an object that changes with a tensor, without reading memory of a GPU."""
+    """Returns an object that compares unequal once the tensor has other values. Reads no memory of a GPU."""
     if _is_array(tensor):
         return tensor.dtype, tensor.shape, tensor.tobytes()
     if not isinstance(tensor, torch.Tensor):

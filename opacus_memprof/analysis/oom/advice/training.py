@@ -214,9 +214,10 @@ def fused_attention(case: Case, step: Step) -> Change | None:
 
 
 def _attention_weights(layer: Layer) -> int:
-    """Returns the bytes of the attention weights that were saved before a layer.
+    """Returns the bytes of attention weights (tokens by tokens) that autograd saved before a projection layer.
 
-    Blocks of a square's size are taken for them where they are larger than the layer's input.
+    Their shape is not recorded: blocks of a square number of elements that are larger than the layer's input count as
+    attention weights.
     """
     square = layer.largest_square
     is_attention = layer.module.kind in _PROJECTIONS and square > layer.forward.input_bytes
