@@ -238,6 +238,24 @@ Values histogram(const Values& arguments) {
   return {counted.to(input.scalar_type())};
 }
 
+// Which bag each index is in, and how many are in each: the CPU leaves out what it does not need,
+// and counts bags otherwise.
+Values embedding_bag(const Values& arguments) {
+  const at::Tensor& indices = arguments[1].toTensor();
+  const at::Tensor& offsets = arguments[2].toTensor();
+  const std::int64_t mode = arguments[4].toInt();
+  auto [output, bags, sizes, largest] = at::_embedding_bag(
+      arguments[0].toTensor(), indices, offsets, arguments[3].toBool(), mode, arguments[5].toBool(),
+      optional(arguments[6]), arguments[7].toBool(), arguments[8].toInt());
+  if (bags.numel() != indices.numel())
+    bags =
+        at::searchsorted(offsets, at::arange(indices.numel(), offsets.options()), false, true) - 1;
+  if (sizes.numel() < offsets.numel()) sizes = at::constant_pad_nd(sizes, {0, 1});
+  constexpr std::int64_t kMax = 2;
+  return {output, bags.to(indices.scalar_type()), sizes,
+          mode == kMax ? largest : at::empty({0}, indices.options())};
+}
+
 }  // namespace
 
 Counterpart counterpart_of(const std::string& operation) {
@@ -252,6 +270,8 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::cudnn_batch_norm_backward", &batch_norm_backward},
       {"aten::_fused_rms_norm_backward", &rms_norm_backward},
       {"aten::histc", &histogram},
+      {"aten::_embedding_bag", &embedding_bag},
+      {"aten::_embedding_bag_forward_only", &embedding_bag},
   };
   const auto found = all.find(operation);
   return found == all.end() ? nullptr : found->second;

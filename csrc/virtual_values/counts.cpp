@@ -13,7 +13,6 @@ namespace {
 std::mutex mutex;
 Uses reads;
 Uses shapes;
-std::map<std::string, std::string> stacks;  // by line of the program, of the first use there
 std::map<std::string, std::uint64_t> failed;
 std::vector<std::string> libraries;
 
@@ -23,8 +22,8 @@ bool is_the_programs(const std::string& file) {
                       [&](const std::string& folder) { return file.starts_with(folder); });
 }
 
-std::string file_of(PyCodeObject* code) {
-  const char* const text = PyUnicode_AsUTF8(code->co_filename);
+std::string text_of(PyObject* string) {
+  const char* const text = PyUnicode_AsUTF8(string);
   if (text == nullptr) PyErr_Clear();
   return text == nullptr ? "" : text;
 }
@@ -43,10 +42,10 @@ Place place() {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   for (int depth = 0; frame != nullptr; ++depth) {
     PyCodeObject* const code = PyFrame_GetCode(frame);
-    const std::string file = file_of(code);
+    const std::string file = text_of(code->co_filename);
     const std::string line = file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     if (found.line.empty() && is_the_programs(file)) found.line = line;
-    if (depth < kFrames) found.stack += '\n' + line;
+    if (depth < kFrames) found.stack += '\n' + line + ':' + text_of(code->co_name);
     Py_DECREF(code);
     PyFrameObject* const outer =
         depth < kFrames || found.line.empty() ? PyFrame_GetBack(frame) : nullptr;
@@ -58,20 +57,14 @@ Place place() {
 }
 
 void count(Uses& uses, const std::string& operation) {
-  Place at = place();
+  const Place at = place();
   const std::lock_guard lock(mutex);
-  stacks.try_emplace(at.line, std::move(at.stack));
-  ++uses[{operation, std::move(at.line)}];
+  ++uses[{operation, at.line + at.stack}];
 }
 
-Uses with_stacks(const Uses& uses) {
+Uses copy_of(const Uses& uses) {
   const std::lock_guard lock(mutex);
-  Uses found;
-  for (const auto& [use, times] : uses) {
-    const auto& [operation, line] = use;
-    found[{operation, line + stacks[line]}] = times;
-  }
-  return found;
+  return uses;
 }
 
 }  // namespace
@@ -87,9 +80,9 @@ void count_failure(const std::string& operation) {
   ++failed[operation];
 }
 
-Uses unknown_reads() { return with_stacks(reads); }
+Uses unknown_reads() { return copy_of(reads); }
 
-Uses assumed_shapes() { return with_stacks(shapes); }
+Uses assumed_shapes() { return copy_of(shapes); }
 
 std::map<std::string, std::uint64_t> failures() {
   const std::lock_guard lock(mutex);

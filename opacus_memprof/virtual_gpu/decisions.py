@@ -2,14 +2,16 @@
 """Finds out whether a value that the host has read decides anything in the program: a branch, an index or a shape.
 
 A loss that is printed, logged or kept in a list decides nothing. The source is followed from the line that reads:
-through the names that it assigns, and through `return` to the line that called. Where the source does not tell, as in
-calls of unknown functions, the value counts as deciding.
+through the names that it assigns, in other functions of the file too where they mean the same there, and through
+`return` to the line that called. Where the source does not tell, as in calls of unknown functions, the value counts as
+deciding.
 """
 
 import ast
 import linecache
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 # Functions and methods that hand on a value, or show or keep it, and decide nothing by it.
@@ -20,18 +22,50 @@ _HARMLESS = {
     *("set_description", "item", "tolist", "cpu", "numpy", "detach", "double", "half", "bool", "to", "clone", "len"),
     *("tensor", "exp", "sqrt", "square", "pow", "norm", "stack", "cat", "full", "size", "time", "perf_counter"),
 }
-_KEEPS = {"append", "extend", "add", "update", "write"}  # methods after which their object has the value
+_SHOWS = {"print", "log", "write", "save", "report", "metric", "metrics"}  # words in the names of others
+_KEEPS = {"append", "extend", "add", "update", "write", "report"}  # methods after which their object has the value
+# Functions whose results do not depend on values that are not computed, which are taken for finite.
+_SETTLED = {"isnan", "isinf", "isfinite", "len", "keys", "isinstance", "hasattr"}
+_METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
+_HANDS_ON = {"any", "all", "item", "bool", "cpu"}
+_SIZES = {"range", "zeros", "ones", "empty", "full", "view", "reshape", "expand", "split", "narrow", "islice"}
 # Functions that write into one of their arguments, and its position.
 _FILLS = {"all_gather_object": 0, "gather_object": 1, "broadcast_object_list": 0, "scatter_object_list": 0}
-_SIZES = {"range", "zeros", "ones", "empty", "view", "reshape", "expand", "split", "narrow", "islice"}
+# Files whose functions print, save or move whole tensors for their callers.
+_PASSING = (
+    *("torch/_tensor_str.py", "torch/serialization.py", "torch/storage.py", "torch/nn/modules/module.py"),
+    "safetensors/torch.py",
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_ORDER = ("harmless", "returned", "decides")
+Has = Callable[[ast.AST], bool]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a Python function that is running."""
+    """A line of a Python function that is running, and the function's name, as `<lambda>`, where it is known."""
 
     file: str
     line: int
+    function: str = ""
+
+
+@dataclass
+class _Scope:
+    """A function, a lambda or a module."""
+
+    node: ast.AST
+    name: str  # as frames have it
+    outer: "_Scope | None"
+    statements: list[ast.stmt] = field(default_factory=list)  # without those of functions in it
+    names: set[str] = field(default_factory=set)  # its own
+    others: set[str] = field(default_factory=set)  # declared as global or nonlocal
+
+    def home(self, name: str) -> "_Scope":
+        """The scope that has a name as its own."""
+        if self.outer is None or name in self.names - self.others:
+            return self
+        return self.outer.home(name)
 
 
 def decides(frames: Iterable[Frame]) -> bool:
@@ -42,62 +76,103 @@ def decides(frames: Iterable[Frame]) -> bool:
     """
     frames = list(frames)
     for frame in frames:
-        found = _follow(frame.file, frame.line)
+        found = _follow(frame)
         if found != "returned":
             return found != "harmless"
     return not frames
 
 
 @cache
-def _functions(file: str) -> list[ast.AST]:
+def _scopes(file: str) -> list[_Scope]:
+    """The scopes of a file, the module first, and each before those in it."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return []
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-    functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [tree, *functions] if tree.body else []
+    found = [_Scope(tree, "<module>", None)]
+
+    def visit(node: ast.AST, scope: _Scope) -> None:
+        if isinstance(node, ast.stmt):
+            scope.statements.append(node)
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            scope.others |= set(node.names)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            scope = _Scope(node, getattr(node, "name", "<lambda>"), scope)
+            found.append(scope)
+            if isinstance(node, ast.Lambda):
+                scope.statements.append(ast.copy_location(ast.Return(node.body), node.body))
+        if isinstance(node, ast.arg):
+            scope.names.add(node.arg)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            scope.names.add(node.id)
+        for child in ast.iter_child_nodes(node):
+            visit(child, scope)
+
+    visit(tree, found[0])
+    return found if tree.body else []
 
 
 @cache
-def _follow(file: str, line: int) -> str:
+def _follow(frame: Frame) -> str:
     """Returns what the program does with a value that it reads at a line.
 
     "decides" if a branch or loop may depend on it, "returned" if the function returns it, otherwise "harmless".
     """
-    around = [each for each in _functions(file) if isinstance(each, ast.Module) or _covers(each, line)]
+    if frame.file.endswith(_PASSING):
+        return "returned"
+    line = frame.line
+    scopes = _scopes(frame.file)
+    around = [each for each in scopes if each.outer is None or _covers(each.node, line)]
     if not around:
         return "decides"  # there is no source
-    function = around[-1]
-    if isinstance(function, ast.Lambda):
-        return "returned"
-    statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and _covers(node, line)]
-    if not statements:
+    scope = next((each for each in reversed(around) if each.name == frame.function), around[-1])
+    near = not frame.file.startswith(_LIBRARIES)
+    here = [each for each in scope.statements if any(_covers(part, line) for part in _expressions(each))]
+    here = here or [each for each in scope.statements if each.lineno == line]  # "if (" of a condition of many lines
+    if not here:
         return "decides"
-    statement = min(statements, key=lambda node: (node.end_lineno or 0) - node.lineno)
-    if isinstance(statement, ast.If | ast.While | ast.Assert) and _covers(statement.test, line):
-        return "decides"
+    reading = [each for each in here if any(_covers(part, line) and _reads(part) for part in _expressions(each))]
+    statement = (reading or here[:1])[-1]
     names = set(_filled(statement))
-    found = (
-        "harmless"
-        if names
-        else _take(statement, names, lambda node: _covers(node, line) and (_reads(node) or not _reads(statement)))
-    )
-    body = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
-    before = -1
+    found = "harmless" if names else _take(statement, names, _reader(statement, line), near)
+    found = max(found, _flow(scope.statements, names, near), key=_ORDER.index)
+    for other in scopes:
+        plain = {name: name.removesuffix("[]") for name in names}
+        same = {each for each, name in plain.items() if name[0] == "." or other.home(name) is scope.home(name)}
+        if found != "decides" and other is not scope and _flow(other.statements, same, near=False) == "decides":
+            return "decides"
+    return found
+
+
+def _flow(statements: list[ast.stmt], names: set[str], near: bool) -> str:
+    """Says what statements do with the value that some names have, and adds the names that get it.
+
+    Unknown functions count only in the program's own function that has read: libraries move and collect what they log.
+    """
+    found, before = "harmless", 0
     while found != "decides" and len(names) > before:  # assignments may stand in a loop
         before = len(names)
-        for node in body:
-            each = _take(node, names, lambda part: _mentions(part, names))
-            found = max(found, each, key=["harmless", "returned", "decides"].index)
+        for each in statements:
+            found = max(found, _take(each, names, lambda node: _mentions(node, names), near), key=_ORDER.index)
     return found
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """The expressions of a statement that are not those of statements in it."""
+    for child in ast.iter_child_nodes(node):
+        if child in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            continue
+        if isinstance(child, ast.expr):
+            yield child
+        elif not isinstance(child, ast.stmt):
+            yield from _expressions(child)
 
 
 def _filled(statement: ast.stmt) -> Iterator[str]:
     """The names that a collective of objects in the statement writes into."""
-    for call in ast.walk(statement):
-        position = _FILLS.get(_name(call.func).removeprefix("."), -1) if isinstance(call, ast.Call) else -1
-        if isinstance(call, ast.Call) and 0 <= position < len(call.args):
+    for call in (node for part in _expressions(statement) for node in ast.walk(part) if isinstance(node, ast.Call)):
+        position = _FILLS.get(_name(call.func).removeprefix("."), -1)
+        if 0 <= position < len(call.args):
             yield _name(call.args[position])
 
 
@@ -105,13 +180,60 @@ def _covers(node: ast.AST, line: int) -> bool:
     return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
 
 
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """An expression and what it consists of, without what is settled."""
+    if _is_settled(node):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _parts(child)
+
+
+def _is_settled(node: ast.AST) -> bool:
+    """Returns whether an expression is the same whatever the values: `x is None`, x.shape, x.isnan().any()."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in _METADATA
+    if isinstance(node, ast.Compare):
+        is_text = isinstance(node.left, ast.JoinedStr) or isinstance(getattr(node.left, "value", None), str)
+        of_key = is_text and isinstance(node.ops[0], ast.In | ast.NotIn)
+        return of_key or all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops)
+    if not isinstance(node, ast.Call):
+        return False
+    name = _name(node.func).removeprefix(".")
+    of = node.args or [getattr(node.func, "value", node.func)]
+    return name in _SETTLED or (name in _HANDS_ON and _is_settled(of[0]))
+
+
 def _reads(node: ast.AST) -> bool:
     """Returns whether an expression can read a tensor by itself: `x.item()`, float(x) or an f-string with x."""
-    return any(isinstance(each, ast.Call | ast.FormattedValue) for each in ast.walk(node))
+    return any(
+        isinstance(each, ast.FormattedValue)
+        or (isinstance(each, ast.Call) and (isinstance(each.func, ast.Attribute) or bool(_arguments(each))))
+        for each in _parts(node)
+    )
+
+
+def _reader(statement: ast.stmt, line: int) -> Has:
+    """Returns what tells whether a part of the statement may be what has read at the line."""
+    expressions = list(_expressions(statement))
+    by_calls = any(map(_reads, expressions))
+    settled = not by_calls and any(_is_settled(node) for part in expressions for node in ast.walk(part))
+    first = not any(_covers(part, line) for part in expressions)
+    # x[i] = y reads y, if that is a tensor.
+    stored = isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Constant) and statement.value
+    places = set(ast.walk(stored)) if stored else None
+
+    def has(node: ast.AST) -> bool:
+        if settled or not (first or _covers(node, line)):
+            return False
+        return _reads(node) if by_calls else places is None or node in places
+
+    return has
 
 
 def _mentions(node: ast.AST, names: set[str]) -> bool:
-    return any(_name(each) in names for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute))
+    found = (_name(each) for each in _parts(node) if isinstance(each, ast.Name | ast.Attribute))
+    return any(name in names or f"{name}[]" in names for name in found)
 
 
 def _name(node: ast.AST) -> str:
@@ -123,48 +245,78 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _take(statement: ast.stmt, names: set[str], has: Callable[[ast.AST], bool]) -> str:
+def _targets(node: ast.AST | None) -> Iterator[str]:
+    """The names that an assignment to an expression gives a value to."""
+    if isinstance(node, ast.Tuple | ast.List):
+        for element in node.elts:
+            yield from _targets(element)
+    elif node is not None and (name := _name(node)):
+        yield name
+
+
+def _take(statement: ast.stmt, names: set[str], has: Has, near: bool) -> str:
     """Says what a statement does with a value that some nodes have (`has`), and adds the names that get it."""
-    if isinstance(statement, ast.If | ast.While | ast.Assert):  # of these only the condition is the statement's own
-        return "decides" if has(statement.test) else "harmless"
-    if isinstance(statement, ast.For | ast.AsyncFor):
-        if not has(statement.iter):
-            return "harmless"
-        names |= {_name(node) for node in ast.walk(statement.target)} - {""}
-        return _use(statement.iter, has)
-    if isinstance(statement, ast.With | ast.AsyncWith | ast.Try | ast.FunctionDef | ast.AsyncFunctionDef):
-        return "harmless"  # its own statements come by themselves
-    if isinstance(statement, ast.Return):
-        if statement.value is None or not has(statement.value):
-            return "harmless"
-        return "decides" if _use(statement.value, has) == "decides" else "returned"
-    value = getattr(statement, "value", None)
-    if not isinstance(value, ast.AST) or not has(value):
-        return "harmless"
-    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for target in targets:
-            elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-            names |= {_name(element) for element in elements} - {""}
-    for call in ast.walk(value):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _KEEPS:
-            names |= {_name(call.func.value)} - {""}
-    return _use(value, has)
+    if isinstance(statement, ast.If | ast.While | ast.Assert):
+        return "decides" if has(statement.test) and f"{_name(statement.test)}[]" not in names else "harmless"
+    if isinstance(statement, ast.Match):
+        return "decides" if any(map(has, _expressions(statement))) else "harmless"
+    if isinstance(statement, ast.Raise):
+        return "harmless"  # it is raised whatever its text
+    value = getattr(statement, "iter", getattr(statement, "value", None))  # a loop's, or what is assigned or returned
+    has_value = value is not None and has(value)
+    if has_value:
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if isinstance(value, ast.Call) and _name(value.func) == ".items" and isinstance(targets[0], ast.Tuple):
+            targets = targets[0].elts[1:]  # without the keys
+        names |= {name for target in targets for name in _targets(target)}
+    for node in (node for part in _expressions(statement) for node in ast.walk(part)):
+        if isinstance(node, ast.NamedExpr) and has(node.value):
+            names.add(node.target.id)
+        if isinstance(node, ast.Call) and any(map(has, _arguments(node))):
+            names |= _keepers(node)
+    if any(_decide(node, has, near) for part in _expressions(statement) for node in ast.walk(part)):
+        return "decides"
+    return "returned" if isinstance(statement, ast.Return) and has_value else "harmless"
 
 
-def _use(expression: ast.AST, has: Callable[[ast.AST], bool]) -> str:
-    """Says whether an expression decides by a value: conditions, indices, and calls of functions that are not known."""
-    for node in ast.walk(expression):
-        if isinstance(node, ast.IfExp) and has(node.test):
-            return "decides"
-        if isinstance(node, ast.Yield | ast.YieldFrom) and node.value is not None and has(node.value):
-            return "decides"
-        if isinstance(node, ast.comprehension) and any(map(has, node.ifs)):
-            return "decides"
-        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant) and has(node.slice):
-            return "decides"
-        if isinstance(node, ast.Call) and any(map(has, [*node.args, *(keyword.value for keyword in node.keywords)])):
-            name = _name(node.func).removeprefix(".")
-            if name in _SIZES or name not in _HARMLESS:
-                return "decides"
-    return "harmless"
+def _keepers(call: ast.Call) -> set[str]:
+    """The name of the object that keeps what a call gives it, with brackets: whether it is empty is settled."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _KEEPS and (name := _name(call.func.value)):
+        return {f"{name}[]"}
+    return set()
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _decide(node: ast.AST, has: Has, near: bool) -> bool:
+    """Returns whether a node decides by a value: conditions, indices, and calls of functions that are not known."""
+    if isinstance(node, ast.IfExp):
+        return has(node.test)
+    if isinstance(node, ast.BoolOp):
+        later = [each for value in node.values[1:] for each in ast.walk(value) if isinstance(each, ast.Call)]
+        return any(map(has, node.values[:-1])) and any(not _is_harmless(call) for call in later)
+    if isinstance(node, ast.Yield | ast.YieldFrom):
+        return node.value is not None and has(node.value)
+    if isinstance(node, ast.comprehension):
+        return any(map(has, node.ifs))
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.slice, ast.Constant | ast.JoinedStr) and has(node.slice)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # [0] * n
+        return any(
+            isinstance(one, ast.List | ast.Tuple) and has(two)
+            for one, two in ((node.left, node.right), (node.right, node.left))
+        )
+    if isinstance(node, ast.Call) and any(map(has, _arguments(node))):
+        chooses = any(keyword.arg == "key" and has(keyword.value) for keyword in node.keywords)
+        name = _name(node.func).removeprefix(".")
+        sized = name in _SIZES and (name != "full" or (bool(node.args) and has(node.args[0])))
+        return chooses or sized or (near and not _is_harmless(node))
+    return False
+
+
+def _is_harmless(call: ast.Call) -> bool:
+    """Returns whether a function hands on, shows or keeps a value: also a class, and what says so by its name."""
+    name = _name(call.func).removeprefix(".")
+    return name in _HARMLESS or name[:1].isupper() or not _SHOWS.isdisjoint(name.split("_"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes the virtual GPUs of a run for its profile, and the unknown values that the run used."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
@@ -51,9 +52,17 @@ def _subtract(counts: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str
 
 
 def _subtract_uses(uses: "list[Use]", earlier: "list[Use]") -> "list[Use]":
-    counts = {(use.operation, use.line): use.count for use in earlier}
-    differences = [replace(use, count=use.count - counts.get((use.operation, use.line), 0)) for use in uses]
+    counts = {replace(use, count=0): use.count for use in earlier}
+    differences = [replace(use, count=use.count - counts.get(replace(use, count=0), 0)) for use in uses]
     return [use for use in differences if use.count]
+
+
+def _by_line(uses: "list[Use]") -> list[UnknownUse]:
+    """Adds up the uses of each line, on whatever way the program has come there."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for use in uses:
+        counts[use.operation, use.line] += use.count
+    return [UnknownUse(operation, line, count) for (operation, line), count in counts.items()]
 
 
 _at_begin = _Counts()
@@ -93,10 +102,10 @@ def describe_run() -> VirtualGpus | None:
     counts = _Counts.now().since(_at_begin)
     return VirtualGpus(
         **gpus,
-        unknown_reads=[
-            UnknownUse(use.operation.removeprefix(_OF_RANKS), use.line, use.count) for use in counts.unknown_reads
-        ],
-        assumed_shapes=[UnknownUse(use.operation, use.line, use.count) for use in counts.assumed_shapes],
+        unknown_reads=_by_line(
+            [replace(use, operation=use.operation.removeprefix(_OF_RANKS)) for use in counts.unknown_reads]
+        ),
+        assumed_shapes=_by_line(counts.assumed_shapes),
         not_computed=counts.not_computed,
         default_answers=counts.default_answers,
     )
@@ -120,7 +129,7 @@ def describe_limits() -> list[str]:
         "differently here",
     )
     shapes = _sentences(
-        [use for use in counts.assumed_shapes if not _of_this_package(use)],
+        [use for use in counts.assumed_shapes if not (_of_this_package(use) or _is_shown(use))],
         "took its shape or its indices from values that the virtual GPU does not compute: an upper bound is used, and "
         "a real GPU may allocate less",
     )
@@ -133,6 +142,11 @@ def _matters(use: "Use") -> bool:
     if use.operation.startswith(_OF_RANKS) and use.operation.removeprefix(_OF_RANKS) not in _VALUES:
         return True  # a shape
     return not (_of_this_package(use) or _checks_ranks(use)) and decides(use.frames)
+
+
+def _is_shown(use: "Use") -> bool:
+    """Returns whether a tensor is printed, for which torch looks at its values."""
+    return any(frame.file.endswith("torch/_tensor_str.py") for frame in use.frames)
 
 
 def _checks_ranks(use: "Use") -> bool:
@@ -149,11 +163,12 @@ def _of_this_package(use: "Use") -> bool:
 
 def _sentences(uses: "list[Use]", predicate: str) -> list[str]:
     sentences = []
-    for use in uses[:_MAX_WARNINGS]:
+    lines = _by_line(uses)
+    for use in lines[:_MAX_WARNINGS]:
         times = f", {use.count} times," if use.count > 1 else ""
         operation = use.operation.removeprefix(_OF_RANKS)
         sentences.append(f"{operation} {f'at {use.line}' if use.line else 'in backward'}{times} {predicate}")
-    if rest := uses[_MAX_WARNINGS:]:
+    if rest := lines[_MAX_WARNINGS:]:
         sentences.append(f"{sum(use.count for use in rest)} more operations of {len(rest)} lines {predicate}")
     return sentences
 

@@ -49,19 +49,19 @@ _installed = False
 
 @dataclass(frozen=True)
 class Use:
-    """A use of values that were not computed, by one line of the program.
+    """A use of values that were not computed, by one line of the program on one way there.
 
     Attributes:
         operation: the operation, such as "item".
         line: "file:line"; empty if no line of the program called it, as on a thread of autograd.
         count: the number of uses.
-        frames: where it was first used, and the lines that called, the innermost first.
+        frames: where it was used, and the lines that called, the innermost first.
     """
 
     operation: str
     line: str
     count: int
-    frames: tuple[Frame, ...] = field(default=(), compare=False, repr=False)
+    frames: tuple[Frame, ...] = field(default=(), repr=False)
 
 
 def install() -> None:
@@ -216,10 +216,13 @@ def failures() -> dict[str, int]:
     return _virtual.failures()
 
 
+_FRAME = re.compile(r"(.*):(\d+):?(.*?)")  # file, line and the function's name
+
+
 def _uses(counted: dict[tuple[str, str], int]) -> list[Use]:
     uses = []
     for (operation, lines), count in sorted(counted.items()):
         line, *stack = lines.split("\n")
-        frames = [Frame(file, int(number)) for file, _, number in (each.rpartition(":") for each in stack)]
+        frames = [Frame(found[1], int(found[2]), found[3]) for found in map(_FRAME.fullmatch, stack) if found]
         uses.append(Use(operation, line, count, tuple(frames)))
     return uses

@@ -84,6 +84,11 @@ TEST(VirtualKernels, NamesTellWhatAKernelMayWrite) {
   // (anonymous namespace)::fill(State<2, int>, unsigned long, bool)
   EXPECT_EQ(writable_parameters("_ZN12_GLOBAL__N_14fillE5StateILi2EiEmb"),
             (Bytes{kUnknownSize, 0, 0}));
+  // at::native::vectorized_elementwise_kernel<...>(int, FillFunctor<long>, std::array<char*, 1ul>)
+  EXPECT_EQ(
+      writable_parameters("_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIlE"
+                          "ESt5arrayIPcLm1EELb0EEEviT0_T1_"),
+      (Bytes{0, 0, 8}));
   EXPECT_EQ(writable_parameters("_Z4nonev"), Bytes{});
   EXPECT_FALSE(writable_parameters("scale")) << "extern \"C\"";
 }

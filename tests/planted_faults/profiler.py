@@ -169,8 +169,8 @@ FAULTS = [
     Fault(
         "list_of_losses_decides_nothing",
         "decisions.py",
-        "call.func.attr in _KEEPS:",
-        'call.func.attr in {"append"}:',
+        "call.func.attr in _KEEPS and",
+        'call.func.attr in {"append"} and',
         "A branch on a list that was extended by unknown values is not told.",
         unit("virtual_decisions::what_reaches_a_condition_an_index_or_a_shape_decides"),
         room="virtual_gpu",

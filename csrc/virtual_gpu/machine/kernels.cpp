@@ -5,6 +5,7 @@
 #include <elf.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
@@ -102,7 +103,10 @@ std::optional<std::vector<std::string>> split_parameters(const std::string& func
     const bool opens = *at == '(' || *at == '<' || *at == '{' || *at == '[';
     if (closes && depth++ == 0) continue;
     if (opens && --depth == 0) {
-      for (std::string& parameter : parameters) std::reverse(parameter.begin(), parameter.end());
+      for (std::string& parameter : parameters) {
+        std::reverse(parameter.begin(), parameter.end());
+        if (parameter.starts_with(' ')) parameter.erase(0, 1);
+      }
       std::reverse(parameters.begin(), parameters.end());
       if (parameters.size() == 1 && parameters[0].empty()) parameters.clear();
       return parameters;
@@ -118,8 +122,18 @@ std::optional<std::vector<std::string>> split_parameters(const std::string& func
 
 std::size_t writable_bytes(const std::string& type) {
   static const std::regex number(
-      R"( ?(?:unsigned |signed )?(?:bool|char|short|int|long|long long|float|double|__half)(?: const)?)");
+      R"((?:unsigned |signed )?(?:bool|char|short|int|long|long long|float|double|__half)(?: const)?)");
   if (type.ends_with("const*") || std::regex_match(type, number)) return 0;
+  // What torch.use_deterministic_algorithms fills new memory by: numbers, and an array of pointers.
+  static constexpr std::array<std::string_view, 4> kNumbers{
+      "at::native::FillFunctor<", "at::native::memory::", "TrivialOffsetCalculator<",
+      "OffsetCalculator<"};
+  if (std::any_of(kNumbers.begin(), kNumbers.end(),
+                  [&](auto name) { return type.starts_with(name); }))
+    return 0;
+  static const std::regex pointers(R"(std::array<char\*, (\d+)ul>)");
+  if (std::smatch found; std::regex_match(type, found, pointers))
+    return std::stoul(found[1]) * sizeof(void*);
   return type.ends_with('*') ? sizeof(void*) : kUnknownSize;
 }
 

@@ -396,5 +396,35 @@ def out_over_its_input(d: str) -> Any:
     return [x, z, torch.sort(x, out=(x, torch.empty(3, dtype=torch.long, device=d)))[0]]
 
 
+@program
+def bags_of_embeddings(d: str) -> Any:
+    index, starts = torch.tensor([1, 2, 4, 5, 0], device=d), torch.tensor([0, 2, 2], device=d)
+    table, scales = numbers(d, 6, 2).requires_grad_(), numbers(d, 5).requires_grad_()
+    found = []
+    for mode in ("sum", "mean", "max"):
+        result = functional.embedding_bag(index, table, starts, mode=mode)
+        found += [result, *torch.autograd.grad(result.pow(2).sum(), table)]
+    result = functional.embedding_bag(index, table, starts, mode="sum", per_sample_weights=scales)
+    found += [result, *torch.autograd.grad(result.pow(2).sum(), [table, scales])]
+    sparse = functional.embedding_bag(index, table, starts, mode="sum", sparse=True)
+    (gradient,) = torch.autograd.grad(sparse.sum(), table)
+    ends = torch.tensor([0, 2, 5], device=d)
+    return [*found, gradient.to_dense(), functional.embedding_bag(index, table, ends, include_last_offset=True)]
+
+
+@program
+def deterministic(d: str) -> Any:
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for size in (3, 4, 5):  # in memory that was used before, which is filled first
+            value, index = numbers(d, size), torch.tensor([0, 2], device=d)
+            value.index_put_((index,), torch.tensor(2.0, device=d))
+            found += [value, value.clone().index_add_(0, index, torch.ones(2, device=d)), value.cumsum(0)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
 if __name__ == "__main__":
     report(PROGRAMS)
