@@ -2,7 +2,7 @@
 """Faults that tests must catch: ``python -m tests.planted_faults`` plants one after the other.
 
 Each is a small change that a reviewer could miss. Most make clipping wrong or switch off a check of it; those in
-`findings`, `planning` and `profiler` make figures or reports wrong.
+`findings`, `planning`, `profiler` and `reports` make figures or reports wrong.
 """
 
 from tests.planted_faults import (
@@ -16,6 +16,7 @@ from tests.planted_faults import (
     profiler,
     proof,
     ranks,
+    reports,
     situations,
 )
 from tests.planted_faults.fault import Fault
@@ -32,4 +33,5 @@ FAULTS: list[Fault] = [
     *findings.FAULTS,
     *planning.FAULTS,
     *profiler.FAULTS,
+    *reports.FAULTS,
 ]

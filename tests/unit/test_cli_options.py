@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 import opacus_memprof
 from opacus_memprof import cli
-from opacus_memprof.cli.options import with_groups
+from opacus_memprof.cli.options import FineTuningOptions, hide_token, with_groups
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.configuration import BUILT_IN
 
 COMMANDS: Any = typer.main.get_command(cli.app)
 
@@ -66,6 +67,17 @@ def test_the_same_thing_has_the_same_name_in_all_commands() -> None:
         assert shared <= listed
         assert not listed & {"num-iter", "warmup-iter", "seq-len", "output-dir"}
         assert ("experiment" in listed) == command.startswith("experiment")  # whose documented name it is
+
+
+def test_a_token_is_no_part_of_the_stored_command() -> None:
+    arguments = ["sweep", "--token", "secret", "--token=secret", "--dtype", "bf16", "--token"]
+    hide_token(arguments)
+    assert arguments == ["sweep", "--token", "***", "--token=***", "--dtype", "bf16", "--token"]
+
+
+def test_a_built_in_model_is_not_a_pretrained_one() -> None:
+    assert FineTuningOptions().classification("bert").pretrained
+    assert not FineTuningOptions(config=BUILT_IN[0]).classification("bert").pretrained
 
 
 def test_options_of_a_dataclass_reach_the_command_as_one() -> None:

@@ -121,6 +121,7 @@ def test_what_shrank_most_stands_first(tmp_path: Path) -> None:
     text = diff_markdown(diff_profiles(profile_in(tmp_path / "a", old_file()), profile_in(tmp_path / "b", grown)))
     rows = text[text.index("| module |") :].splitlines()[2:]
     assert rows[0].startswith("| `fc` | -60.00 KiB |")
+    assert rows[10] == "| `4 more` | +4.00 KiB |  |"
 
 
 def test_names_are_shown_as_they_are_in_markdown(tmp_path: Path) -> None:

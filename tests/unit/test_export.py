@@ -160,6 +160,7 @@ def test_latex_tables_are_whole_and_escaped(tmp_path: Path) -> None:
         assert text.count(rf"\begin{{{environment}}}") == text.count(rf"\end{{{environment}}}") == 3
     for rule in ("top", "mid", "bottom"):
         assert text.count(rf"\{rule}rule") == 3
+    assert text.count(r"\begin{tabular}{lrr}") == 3
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert {line.replace(r"\&", "").count("&") for line in rows} == {2}
 

@@ -35,6 +35,13 @@ def test_the_trend_is_the_slope_of_what_steps_leave(tmp_path: Path, grows: int) 
     assert ("+64 B a step" if grows else "steady") in shown
 
 
+def test_a_directory_whose_name_is_a_number_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("999999999").mkdir()
+    growing(Path("999999999"), 0)
+    assert CliRunner().invoke(app, ["top", "999999999", "--once"]).exit_code == 0
+
+
 def test_what_cannot_be_followed_is_said(tmp_path: Path) -> None:
     cases = {
         (str(tmp_path / "nowhere"),): "no readable profile",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from event_files import EventFile
+from event_files import START, TICK_NS, EventFile
 from random_profile import Oracle, write_random_profile
 from torch.cuda import _memory_viz
 
@@ -54,6 +54,7 @@ def test_the_trace_tells_every_event(directory: Path) -> None:
                 assert entry["action"] == action
                 assert (entry.get("addr"), entry["size"]) == (None if kind == OOM else address, size)
                 assert entry["category"] == (category if action == "alloc" else before)
+                assert entry["time_us"] == (START + TICK_NS * int(events["time"][event])) // 1000
                 metadata = json.loads(entry["user_metadata"])
                 assert metadata["category"] == entry["category"]
                 assert metadata["module"] == oracle.names["modules"][events["module"][event]]
@@ -134,12 +135,15 @@ def test_of_many_events_those_around_the_peak_are_kept(
 
 def test_the_cpu_is_device_0_where_it_is_alone(tmp_path: Path) -> None:
     file = EventFile().add("seed", 0x1000, 100, "model_parameters", device=0, step=0).add("alloc", 0, 0, device=0)
+    file.retag(0x1000, "model_parameters", "model_parameters", device=0, module="fc")
     profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
     write_memory_viz(view_profile(profile, tmp_path), tmp_path / "cpu.pickle")
     snapshot = pickle.loads((tmp_path / "cpu.pickle").read_bytes())
     assert [segment["device"] for segment in snapshot["segments"]] == [0]
     assert sum(_memory_viz.calc_active(segment) for segment in snapshot["segments"]) == 100
     assert len(snapshot["device_traces"]) == 1
+    retagged = snapshot["device_traces"][0][-2]
+    assert (retagged["action"], json.loads(retagged["user_metadata"])["module"]) == ("alloc", "fc")
 
 
 def test_an_empty_profile_is_an_empty_snapshot(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from event_files import START, EventFile
 from random_profile import Oracle, write_random_profile
 from test_events import a_run
 
+from opacus_memprof.analysis.events import ALLOC, ROW
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.reports.tables import write_parquet
+from opacus_memprof.reports.tables import _live_bytes, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,12 @@ def test_live_bytes_are_the_running_sum(directory: Path, device: int) -> None:
     assert (
         here["live_bytes"].max() == load_profile(directory)["devices"][f"cuda:{device - 1}"]["peak"]["requested_bytes"]
     )
+
+
+def test_live_bytes_go_on_from_chunk_to_chunk() -> None:
+    rows, live = np.zeros(1, ROW), np.zeros(256, np.int64)
+    rows["kind"], rows["bytes"], rows["device"] = ALLOC, 5, 1
+    assert [_live_bytes(rows, live).tolist() for _ in range(2)] == [[5], [10]]
 
 
 def test_duckdb_adds_up_categories(directory: Path) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.analysis.verdict_view import describe_model, privacy_sentences
+from opacus_memprof.analysis.verdict_view import _numbers, describe_model, privacy_sentences
 from opacus_memprof.cli import app
 from opacus_memprof.clipping.layers import GenericLayer, layer_for
 from opacus_memprof.clipping.proof.certificate import (
@@ -30,8 +30,9 @@ from opacus_memprof.clipping.proof.certificate import (
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from opacus_memprof.profiles.json_object import convert_json
-from opacus_memprof.profiles.privacy_check import PrivacyCheck, read_privacy_check, write_privacy_checks
+from opacus_memprof.profiles.privacy_check import CheckedSpan, PrivacyCheck, read_privacy_check, write_privacy_checks
 from opacus_memprof.reports.html.report_page import build_html
+from opacus_memprof.session import profile
 from tests.unit.event_files import EventFile
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +218,15 @@ def test_engines_of_one_session_share_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "other.json").exists()
 
 
+def test_a_check_that_is_followed_twice_is_written_once(tmp_path: Path) -> None:
+    record = EngineRecord()
+    record.models.append(certificate())
+    with profile(tmp_path, device="cpu") as session:
+        for _ in range(2):
+            session.follow_privacy_check(record.to_data)
+    assert len(json.loads((tmp_path / PRIVACY_CHECK).read_text())["models"]) == 1
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MemprofError, match=r"cannot write .*file/privacy_check\.json"):
@@ -245,6 +255,11 @@ def test_a_sentence_for_a_refused_run() -> None:
     made = certificate()
     made.refuse(MemprofError("samples mix."))
     assert sentence(made) == "flash_clip on Linear; 0 steps; 0 situations proved; 1 refusal, first: samples mix."
+
+
+def test_checks_that_follow_one_another_are_one_span() -> None:
+    spans = [CheckedSpan(first=first, last=last, share=1.0) for first, last in ((4, 5), (1, 3), (7, 7))]
+    assert _numbers(spans, "step") == "steps 1-5, 7"
 
 
 def test_sentences_for_modes_of_opacus() -> None:

@@ -85,6 +85,16 @@ def test_the_peak_is_said_first() -> None:
     assert head[1] == "PEAK 20.00 MiB in backward of step 1, on cpu"
 
 
+def test_of_many_categories_the_largest_five_are_named() -> None:
+    sizes = {f"category{n}": (9 - n) * MIB for n in range(7)}
+    device = a_device(peak=a_peak(requested_bytes=42 * MIB, categories=sizes))
+    shown = lines(print_summary, view_profile(a_profile(devices={"cpu": device})))
+    begin = next(i for i, line in enumerate(shown) if line.startswith("AT THE PEAK"))
+    assert [line.split()[0] for line in shown[begin + 1 : begin + 6]] == [f"category{n}" for n in range(5)]
+    assert shown[begin + 6].startswith("2 more")
+    assert "7.00 MiB" in shown[begin + 6]
+
+
 def test_what_privacy_costs_leaves_out_what_autograd_holds() -> None:
     text = "\n".join(lines(print_summary, view_profile(private_profile()), 140))
     assert "WHAT PRIVACY COSTS 13.00 MiB of it, 65.0 %: per_sample_gradients 12.00 MiB" in text  # 12 + 1 of 20

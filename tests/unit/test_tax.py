@@ -117,6 +117,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert "+56.00 KiB" in result.stdout
     same = CliRunner().invoke(app, ["diff", "--vanilla", str(tmp_path / "vanilla"), str(tmp_path / "private")])
     assert same.stdout == result.stdout
+    page = CliRunner().invoke(
+        app, ["report", str(tmp_path / "private"), "--html", "--vanilla", str(tmp_path / "vanilla")]
+    )
+    assert page.exit_code == 0, page.output
     for other in ("cpu", "absent"):
         result = CliRunner().invoke(app, ["tax", str(tmp_path / other), str(tmp_path / "vanilla")])
         assert isinstance(result.exception, MemprofError)
