@@ -34,7 +34,7 @@ _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors ar
 _REFUSALS = (
     "unrecognized arguments",
     "no such option",
-    "not used by the hfargumentparser",
+    "by the hfargumentparser",
     "unknown command line flag",
     "could not consume arg",
     "unknown option",
