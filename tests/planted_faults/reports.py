@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in what people read: exports, tables, options and sentences."""
 
-from tests.planted_faults.fault import Fault, integration, unit
+from tests.planted_faults.fault import Fault, integration, plugin, unit
 
 FAULTS = [
     Fault(
@@ -120,5 +120,23 @@ FAULTS = [
         "Forwards that may still share a backward are a leak.",
         integration("findings_captures::a_program_that_ends_among_the_forwards_of_a_batch"),
         room="hooks",
+    ),
+    Fault(
+        "second_limit_of_a_test",
+        "limits.py",
+        'for mark in item.iter_markers("limit_gpu_memory"):',
+        'for mark in [*item.iter_markers("limit_gpu_memory")][:1]:',
+        "Of several limits of a test one is checked.",
+        plugin("limits::each_limit_of_a_test_is_checked_and_small_categories_are_added_up"),
+        room="pytest_plugin",
+    ),
+    Fault(
+        "others_are_the_largest",
+        "limits.py",
+        "sum(size for _, size in ranked[_TOP:])",
+        "sum(size for _, size in ranked[:_TOP])",
+        "The size of small categories together is that of the largest ones.",
+        plugin("limits::each_limit_of_a_test_is_checked_and_small_categories_are_added_up"),
+        room="pytest_plugin",
     ),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opacus_memprof.pytest_plugin.limits import check_leaks, select
+from opacus_memprof.pytest_plugin.limits import check_leaks, check_memory, select
 from opacus_memprof.recording import native
 from tests.plugin.conftest import Run
 from tests.unit.made_profiles import a_device, a_peak
@@ -173,6 +173,15 @@ def test_a_leak_is_said_to_be_its_module_s() -> None:
     assert "3.00 MiB  noise of head, made in noise of step 2" in str(check_leaks(item, [leaked]))
     item = SimpleNamespace(iter_markers=lambda name: [pytest.mark.limit_gpu_leaks("3 MiB").mark])
     assert check_leaks(item, [leaked, {**leaked, "device": "cuda:0"}]) is None  # as much on each device
+
+
+def test_each_limit_of_a_test_is_checked_and_small_categories_are_added_up() -> None:
+    marks = [pytest.mark.limit_gpu_memory(size).mark for size in ("1 GB", "2 MiB")]
+    item: Any = SimpleNamespace(iter_markers=lambda name: marks, get_closest_marker=lambda name: None)
+    sizes = {f"category{n}": n << 20 for n in range(1, 8)}
+    said = str(check_memory(item, {"cpu": a_device(peak=a_peak(modules={"fc": sizes}))}))
+    assert "26.00 MiB more than the limit of 2.00 MiB" in said
+    assert "   3.00 MiB  others" in said
 
 
 def test_a_module_is_not_one_whose_name_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
