@@ -210,10 +210,17 @@ def _samples(parameter: nn.Parameter) -> list[Tensor]:
     return [each for each in (samples if isinstance(samples, list) else [samples]) if isinstance(each, Tensor)]
 
 
+def _norms(parameter: nn.Parameter) -> list[Tensor]:
+    """Returns a parameter's norms of samples' gradients, as ghost clipping computes them."""
+    norms = getattr(parameter, "_norm_sample", None)
+    return [norms] if isinstance(norms, Tensor) else []
+
+
 # --- errors ---
 
 _UNEQUAL = ("stack expects each tensor to be equal size", "must match the size of tensor", "operands do not broadcast")
 _MISSING = "Per sample gradient is not initialized"
+_NO_NORMS = "has no attribute '_norm_sample'"  # the same in ghost clipping
 _NOT_CAPTURED = "No activations detected for"
 _ACCUMULATED = "not compatible with grad accumulation"
 _IN_PLACE = ("is a view and is being modified inplace", "modified by an inplace operation")
@@ -232,7 +239,7 @@ def explain(error: BaseException) -> None:
         return
     elif _NOT_CAPTURED in message:
         _record_not_captured(frames)
-    elif _MISSING in message:
+    elif _MISSING in message or _NO_NORMS in message:
         _record_missing()
     elif _ACCUMULATED in message:
         _record_unowned()
@@ -260,7 +267,7 @@ def _record_counts() -> None:
     batches = observations.layer_shapes().batches
     details = {"batch": batches[-1][1] if batches else 0, "flash_clip": _flash_clip_can_clip()}
     for _, parameter in _private_parameters():
-        samples = _samples(parameter)
+        samples = _samples(parameter) or _norms(parameter)
         if id(parameter) in owned and samples:
             count = sum(map(len, samples))
             observations.record("sample_counts", native.owner_of(parameter), 0, samples=count, **details)
@@ -272,7 +279,7 @@ def _record_missing() -> None:
     waiting, can_clip = observations.captures(), _flash_clip_can_clip()
     named = {name: module for model in list(_models) for name, module in modules.named_modules(model)}
     for name, parameter in _private_parameters():
-        if id(parameter) in owned and not _samples(parameter):
+        if id(parameter) in owned and not (_samples(parameter) or _norms(parameter)):
             owner = native.owner_of(parameter)
             observations.record(
                 "samples_missing",

@@ -250,9 +250,16 @@ def observe_make_private(attachment: Attachment, follow: Callable[[Attachment, A
     """
 
     def observation(*args: Any, **kwargs: Any) -> CallHook:
+        observations.layer_shapes().engine_call = "make_private"
         return in_setup_phase(lambda prepared: follow(attachment, prepared))
 
     attachment.observe("opacus:PrivacyEngine.make_private", observation)
+    attachment.observe("opacus:PrivacyEngine.make_private_with_epsilon", _observe_with_epsilon)
+
+
+def _observe_with_epsilon(*args: Any, **kwargs: Any) -> CallHook:
+    yield
+    observations.layer_shapes().engine_call = "make_private_with_epsilon"
 
 
 def in_setup_phase(follow: Callable[[Any], object]) -> CallHook:

@@ -85,6 +85,16 @@ class CaptureShape:
             calls=self.calls + 1,
         )
 
+    def repeated(self, times: int) -> "CaptureShape":
+        """Returns the shape of `times` as many calls."""
+        return replace(
+            self,
+            tokens=times * self.tokens,
+            input_bytes=times * self.input_bytes,
+            output_bytes=times * self.output_bytes,
+            calls=times * self.calls,
+        )
+
 
 @dataclass(frozen=True)
 class WholeForward:
@@ -148,6 +158,7 @@ class TrainingShapes:
             another was in training mode; else None.
         accumulated: the most backward passes whose per-sample gradients were kept for one step.
         released: the most forward passes whose captures a backward has released together.
+        engine_call: the method of the PrivacyEngine that the program has called last.
         multiprocessors: of the GPU; 0 without one.
         has_bfloat16: whether the device computes in bfloat16.
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
@@ -168,6 +179,7 @@ class TrainingShapes:
     evaluation: tuple[int, bool] | None = None
     accumulated: int = 1
     released: int = 1
+    engine_call: str = "make_private"
     multiprocessors: int = 0
     has_bfloat16: bool = True
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"

@@ -369,6 +369,17 @@ def unused_layer(cured: bool, mode: str = "hooks") -> None:
     train(model, optimizer, loader)
 
 
+def unused_layer_in_ghost(cured: bool, mode: str = "ghost") -> None:
+    """Ghost clipping has no norms of a layer that no gradient reaches."""
+    model = Beside("unused")
+    model.other.requires_grad_(not cured)
+    model, optimizer, criterion, loader, _ = private(model, vectors(), mode, criterion=nn.CrossEntropyLoss())
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def layer_in_eval_mode(cured: bool, mode: str = "hooks") -> None:
     model, optimizer, loader, _ = private(Beside("called"), vectors())
     if not cured:
@@ -503,6 +514,9 @@ GALLERY = (
         TRACKER + "578", weight_used_elsewhere, MISSING, ("for other: used outside",), "call other", ValueError, True
     ),
     Report(TRACKER + "602", unused_layer, MISSING, ("for other: not reached",), "freeze other", ValueError),
+    Report(
+        TRACKER + "578", unused_layer_in_ghost, MISSING, ("for other: not reached",), "freeze other", AttributeError
+    ),
     Report(TRACKER + "578", layer_in_eval_mode, MISSING, ("for other: in eval mode",), ".train() of other", ValueError),
     Report(TRACKER + "828", in_place_activation, IN_PLACE, ("1 (ReLU)",), "inplace=False in 1", RuntimeError, True),
     Report(TRACKER + "828", in_place_residual, IN_PLACE, ("failures.py:",), "x = x + y", RuntimeError, True),

@@ -13,8 +13,11 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
     imports = [line for line in code if line.startswith(("import ", "from "))]
     lines = [line for line in code if line not in imports]
     environment: dict[str, str] = {}
+    # Lines of several actions: the first matching action takes a line, and the last action what is left.
     for kind in kinds:
-        script, environment = {
+        own = [line for line in lines if re.search(_LINES[kind], line)] if kind in _LINES and len(kinds) > 1 else lines
+        lines = [line for line in lines if line not in own] if len(kinds) > 1 else lines
+        script, more = {
             "adopt_grad_samples": _before_training,
             "register_norm_samplers": _before_training,
             "checkpoint": _before_training,
@@ -30,11 +33,27 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "batch_size": _replace_argument,
             "optimizer": _replace_optimizer,
             "allocator_setting": _in_the_environment,
-        }[kind](script, lines)
+            "release_models": _unchanged,
+            "fused_attention": _unchanged,
+            "lora": _before_training,
+            "sequence_length": _with_each_batch,
+            "set_to_none": _to_none,
+        }[kind](script, own)
+        environment |= more
     return _after_imports(script, imports), environment
 
 
 Edited = tuple[str, dict[str, str]]
+
+_LINES = {
+    "checkpoint": r"checkpoint",
+    "optimizer": r"torch\.optim\.",
+    "grad_sample_mode": r"grad_sample_mode",
+    "max_physical_batch_size": r"BatchMemoryManager|^#|^    #",
+    "dtype": r"\.to\(torch\.",
+    "lora": r"get_peft_model",
+    "sequence_length": r"\[:, :",
+}
 
 
 def _after_imports(script: str, imports: list[str]) -> str:
@@ -45,8 +64,24 @@ def _after_imports(script: str, imports: list[str]) -> str:
 
 
 def _before_training(script: str, code: list[str]) -> Edited:
-    """Before the statement that makes the optimizer, and so after the model is made."""
+    """Before the statement that makes the optimizer, and so after the model is made; lines for a batch in the loop."""
+    batch = [line for line in code if line.endswith("# each batch of inputs")]
+    script = _with_each_batch(script, batch)[0] if batch else script
+    code = [line for line in code if line not in batch]
     return _insert(script, code, r"^( *)\w+ = [\w.]*(SGD|Adam|AdamW|RMSprop)\("), {}
+
+
+def _with_each_batch(script: str, code: list[str]) -> Edited:
+    """At the beginning of the loop over batches, for what it calls its inputs."""
+    found = re.search(r"^( *)for (?:\w+, )?\(?(\w+)\b.* in .*(loader|dl)\b.*:\n", script, re.MULTILINE)
+    assert found
+    lines = [re.sub(rf"\b{each.partition(' = ')[0]}\b", found[2], each.partition("#")[0]) for each in code]
+    inserted = "".join(f"{found[1]}    {line}\n" for line in lines)
+    return script[: found.end()] + inserted + script[found.end() :], {}
+
+
+def _to_none(script: str, code: list[str]) -> Edited:
+    return re.sub(r"(\w+\.zero_grad)\(\)", r"\1(set_to_none=True)", script), {}
 
 
 def _unchanged(script: str, code: list[str]) -> Edited:
@@ -95,7 +130,8 @@ def _replace_argument(script: str, code: list[str]) -> Edited:
 
 
 def _replace_optimizer(script: str, code: list[str]) -> Edited:
-    return re.sub(r"(SGD|AdamW|Adam|RMSprop)\(", "SGD(", script), {}
+    script = re.sub(r"(SGD|AdamW|Adam|RMSprop)\(", "SGD(", script)
+    return re.sub(r", (betas|weight_decay|eps)=(\([^)]*\)|[\w.-]+)", "", script), {}
 
 
 def _in_the_environment(script: str, code: list[str]) -> Edited:

@@ -99,6 +99,7 @@ CASES = (
             ("    total = [sum(each) for each in zip(*all_grads, strict=True)]\n", ""),
         ),
     ),
+    Case("bf16_logits", "1055MiB", ("OUT OF MEMORY in",), ("batch_size",)),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, Failure, History, Leftovers, sum_by
+from opacus_memprof.analysis.findings import model_of
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, Failure, History, Leftovers, sum_by
 from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.model_structure import (
     distribute_missing,
@@ -83,6 +84,13 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
             size - leftovers.by_category.get(category, 0)
             for category, size in by_category.items()
             if _is_resident(category)
+        )
+        + sum(
+            group.bytes
+            for group in failure.block_groups
+            if group not in leftovers.block_groups
+            and not _is_resident(group.category)
+            and _is_of_another_model(group, shapes)
         ),
         trained=trained,
         largest=largest,
@@ -97,7 +105,14 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
         forms_squares=not shapes.program.has_norm_samplers,
         copies_samples=not shapes.program.adopts_samples,
+        passes=_forward_passes(shapes, leftovers),
     )
+
+
+def _forward_passes(shapes: TrainingShapes, leftovers: Leftovers) -> int:
+    """Returns how many forward passes each backward pass is for, as Opacus' captures show."""
+    is_known = shapes.mode in ("hooks", "functorch") and not leftovers.are_captures
+    return max(shapes.released, len(shapes.unreleased)) if is_known else 1
 
 
 def keeps_gradients(shapes: TrainingShapes) -> bool:
@@ -108,6 +123,12 @@ def keeps_gradients(shapes: TrainingShapes) -> bool:
     if shapes.keeps_gradients is not None:
         return shapes.keeps_gradients
     return shapes.mode not in ("", "flash_clip")
+
+
+def _is_of_another_model(group: BlockGroup, shapes: TrainingShapes) -> bool:
+    """Returns whether a block belongs to a model other than the trained one, whose per-sample gradients may stay."""
+    trained = {model_of(name)[1] for name in shapes.modules}
+    return bool(group.module) and group.category not in ACTIVATIONS and model_of(group.module)[1] not in trained
 
 
 def _is_resident(category: str) -> bool:

@@ -120,6 +120,7 @@ class FlashClip:
         """Returns the bytes of temporaries for the norms of a layer that runs several times.
 
         The pairs of its calls are concatenated, for as many samples at a time as fit into half of the workspace.
+        Inputs of convolutions are unfolded first.
         """
         calls = self.kept_calls(n)
         if calls < self.layer.forward.calls:  # the gradients of each call left are formed and added to a copy of others
@@ -127,7 +128,8 @@ class FlashClip:
             return 3 * formed * max(cost.fit(WORKSPACE_BYTES, 2 * formed, n), 1) if calls else 0
         pair = self._pair_bytes(1)
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
-        return samples * pair + (self.norm_temporaries(samples) if pair else 0)
+        concatenated = max(samples * pair, self._unfold(samples, WORKSPACE_BYTES // 2)[1])
+        return concatenated + self.norm_temporaries(samples) if pair else 0
 
     def _normalized(self, n: int) -> int:
         """Returns the temporaries of a norm's gradients: one normalized input of as many samples as fit."""
@@ -207,7 +209,8 @@ class FlashClip:
         """Returns how many samples a convolution unfolds at a time, and the bytes that this needs.
 
         Returns:
-            The number of samples, the bytes of their unfolded input, and the bytes of copies of their input.
+            The number of samples, the bytes of their unfolded input, and the bytes of copies of their input. If the
+            layer runs several times, the inputs of all its calls are unfolded.
         """
         layer, forward, module = self.layer, self.layer.forward, self.layer.module
         if not layer.is_convolution:
@@ -217,26 +220,28 @@ class FlashClip:
             module.kernel_positions,
             forward.element_bytes,
         )
-        size = layer.scale(forward.input_bytes, 1) // (itemsize * channels * module.groups)  # positions of the input
+        calls = forward.calls
+        # positions of the input
+        size = layer.scale(forward.input_bytes, 1) // (itemsize * channels * module.groups * calls)
         padded = self._padded(size)
         unfolding = cost.Unfolding(
             samples=n,
             groups=module.groups,
             channels=channels,
             taps=taps,
-            tokens=forward.tokens,
+            tokens=forward.tokens // calls,
             padded=padded,
             copied=padded if padded > size and taps > 1 else 0,
             itemsize=itemsize,
-            is_view=taps == 1 and forward.tokens == size,
+            is_view=taps == 1 and forward.tokens == size * calls,
         )
         if unfolding.is_view:
             return n, 0, 0
         samples, groups, channels = n, module.groups, unfolding.channels
-        if not unfolding.fits(ceiling):
-            samples, groups, channels = unfolding.part(ceiling)
+        if not unfolding.fits(ceiling // calls):
+            samples, groups, channels = unfolding.part(ceiling // calls)
         unit = itemsize * samples * groups * max(channels, 1)
-        return samples, unit * taps * forward.tokens, unit * unfolding.copied
+        return samples, unit * taps * forward.tokens, unit * unfolding.copied * calls
 
     def _padded(self, size: int) -> int:
         """Returns the number of positions of a padded input, for square images and kernels.
@@ -250,7 +255,7 @@ class FlashClip:
         dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d
         outputs, inputs, kernel = (
             round(positions ** (1 / dimensions))
-            for positions in (self.layer.forward.tokens, size, module.kernel_positions)
+            for positions in (self.layer.forward.tokens // self.layer.forward.calls, size, module.kernel_positions)
         )
         for padding in range(kernel):
             span = inputs + 2 * padding - kernel

@@ -55,6 +55,7 @@ class Step:
         forms_squares: ghost clipping forms T x T matrices of tokens by tokens.
         copies_samples: what a grad sampler returns is copied.
         recomputed: by layer, the activations that a checkpoint has recomputed and no backward has used yet.
+        passes: forward passes before each backward pass, as of a siamese network. Activations are those of all of them.
     """
 
     mode: str
@@ -77,6 +78,7 @@ class Step:
     forms_squares: bool = True
     copies_samples: bool = True
     recomputed: Mapping[str, int] = field(default_factory=dict)
+    passes: int = 1
 
     @property
     def on_gpu(self) -> bool:
@@ -133,9 +135,11 @@ class Step:
         """Returns the beginning of backward: the computation of the gradient of the last layer's output.
 
         It is computed from the gradient of the tensors that the loss has saved. For cross entropy, these are log-
-        probabilities, as many as the output has elements.
+        probabilities, as many as the output has elements. Of an output in 16 bits, they are float32 or do not count.
         """
         output = self.layers[-1].forward.output_bytes if self.layers else 0
+        wide = output * 4 // self.layers[-1].forward.element_bytes if self.layers else 0
+        output = wide if wide <= self.loss else output
         temporaries = self._scale(output + min(self.loss, output), n)
         live = self._activations(n) + self._scale(self.loss + self.inputs, n)
         return Instant(
@@ -152,13 +156,13 @@ class Step:
         live = self._activations(n) + self._scale(self.inputs, n)
         gradients = per_sample_gradients = 0
         begun: set[str] = set()
-        for layer in reversed(self.layers):
+        for layer in [*reversed(self.layers)] * self.passes:  # the latest pass has its backward first
             copies = self.copies_samples and layer.name not in begun
             if private:
                 begun |= self._cell(layer)
                 per_sample_gradients = self._samples_of(begun, n)
             if not self.drops_gradients:
-                gradients += layer.module.bytes
+                gradients = min(gradients + layer.module.bytes, self.trained)
             own = live - self._released_before(layer, n)
             parts = {"activations": own, "gradients": max(gradients, self._kept_gradients())}
             parts = {**parts, "per_sample_gradients": per_sample_gradients}
@@ -179,7 +183,7 @@ class Step:
                 per_sample_gradients = self._samples_of(begun, n)
             after = {**parts, "activations": own - layer.input_before(n), "per_sample_gradients": per_sample_gradients}
             yield self._backward_before(layer, n, after)
-            live -= self._scale(layer.activations, n)
+            live -= self._scale(layer.activations, n) // self.passes
 
     def _cell(self, layer: Layer) -> set[str]:
         """Returns the layers whose per-sample gradients are live when the layer's backward begins.
@@ -215,6 +219,8 @@ class Step:
         This is so if the cell adds both outputs. A GRU, with three rows for each hidden feature, does not add all of
         them.
         """
+        if self.passes > 1:
+            return False
         cell = sorted(self._cell(layer))
         others = [each for each in self.layers if each.name in cell[1:]]
         return layer.name in cell[1:] and any(each.module.rows != 3 * each.module.columns for each in others)
@@ -299,7 +305,8 @@ class Step:
         """
         yield self._loss_backward(n, 0)
         live = self._activations(n) + self._scale(self.inputs, n)
-        layers = [(layer, FlashClip(self._repeating(layer), in_registers=self.on_gpu)) for layer in self.layers]
+        calls = [replace(layer, forward=layer.forward.repeated(self.passes)) for layer in self.layers]
+        layers = [(layer, FlashClip(self._repeating(layer), in_registers=self.on_gpu)) for layer in calls]
         kept = counted_twice = 0
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))

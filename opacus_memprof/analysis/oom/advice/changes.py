@@ -263,7 +263,7 @@ def mode_change(case: Case, mode: str) -> Change | None:
     return Change(
         MODE if mode == "flash_clip" else OTHER_MODE,
         f'grad_sample_mode="{mode}"',
-        _code(step.mode, mode),
+        _code(step.mode, mode, case.shapes.engine_call),
         _why(step, mode),
         (_action(mode),),
         lambda changed: changed.with_changes(
@@ -277,19 +277,18 @@ def _action(mode: str) -> Action:
     return Action(kind="grad_sample_mode", value=mode)
 
 
-def _code(current: str, mode: str) -> str:
+def _code(current: str, mode: str, call: str) -> str:
     if mode == "flash_clip":
         returned = "model, optimizer, loader = " if current in ("ghost", "fast") else ""  # no criterion
         return (
             "from opacus_memprof import PrivacyEngine  # has Opacus' interface\n"
-            f'{returned}PrivacyEngine().make_private(..., grad_sample_mode="flash_clip")'
+            f'{returned}PrivacyEngine().{call}(..., grad_sample_mode="flash_clip")'
         )
     if mode == "ghost":
         return (
-            "model, optimizer, criterion, loader = engine.make_private(..., criterion=criterion, "
-            'grad_sample_mode="ghost")'
+            f'model, optimizer, criterion, loader = engine.{call}(..., criterion=criterion, grad_sample_mode="ghost")'
         )
-    return f'engine.make_private(..., grad_sample_mode="{mode}")'
+    return f'engine.{call}(..., grad_sample_mode="{mode}")'
 
 
 def _why(step: Step, mode: str) -> str:

@@ -95,8 +95,8 @@ def release_models(case: Case) -> Iterator[Suggestion]:
         replace(instant, parts=parts),
         DEFECT,
         f"freeing {format_count(len(sizes), 'equal model')} of earlier trainings",
-        f"import gc\ndel {program.model}, {program.optimizer}, {program.loader}\ngc.collect()  # at the end of each "
-        "training",
+        f"import gc\n{program.model} = {program.optimizer} = {program.loader} = loss = None; gc.collect()  # before "
+        "each training",
         f"{largest(sizes)} of models that an equal one has followed are alive: hooks keep a private model in a "
         "reference cycle.",
         Action(kind="release_models", modules=list(sizes)),
