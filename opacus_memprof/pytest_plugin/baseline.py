@@ -76,24 +76,28 @@ def read_at(commit: str, file: Path) -> list[Baseline]:
         MemprofError: git knows no such commit here, or the file is damaged or of another version.
     """
     folder = next(parent for parent in file.parents if parent.is_dir())
-    found = _git(folder, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
-    if found is None:
-        raise MemprofError(f"--memprof-compare {commit}: git knows no such commit in {folder}; fetch it first")
+    try:
+        _git(folder, "rev-parse", "--verify", f"{commit}^{{commit}}")
+    except (OSError, subprocess.CalledProcessError) as error:  # also if git distrusts the folder's owner, or is absent
+        said = str(getattr(error, "stderr", error)).strip().partition("\n")[0]
+        raise MemprofError(
+            f"--memprof-compare {commit}: git knows no such commit in {folder} ({said}); fetch it first"
+        ) from error
     path = f"{commit}:./{file.relative_to(folder)}"
-    if _git(folder, "cat-file", "-e", path) is None:
+    try:
+        content = _git(folder, "show", path)
+    except subprocess.CalledProcessError:
         return read(file)
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory, f"{file.name} of {commit}".replace(os.sep, "_"))
-        copy.write_text(_git(folder, "show", path) or "", encoding="utf-8")
+        copy.write_text(content, encoding="utf-8")
         return read_json_object(copy, BaselineFile, f"the commit {commit} has a damaged baseline").baselines
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Returns what git prints, or None if it fails or is absent."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    return None
+def _git(folder: Path, *arguments: str) -> str:
+    """Returns what git prints. Raises CalledProcessError if it fails, and OSError if it cannot be started."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8", errors="replace").stdout
 
 
 def update(file: Path, measured: Baseline) -> None:

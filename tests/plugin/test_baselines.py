@@ -131,7 +131,9 @@ def test_rel(memprof, rel):
     assert {name: (folder / f"{name}.json").read_text() for name in files} == files
 
 
-def test_compared_with_the_baselines_of_a_commit(run: Run, pytester: pytest.Pytester) -> None:
+def test_compared_with_the_baselines_of_a_commit(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *identity, *arguments], cwd=pytester.path, check=True, capture_output=True)
@@ -149,6 +151,19 @@ def test_compared_with_the_baselines_of_a_commit(run: Run, pytester: pytest.Pyte
     git("commit", "-m", "none")
     run(baseline_test(width=34), "--memprof-compare", "main").assert_outcomes(passed=1)  # new: from the disk
     unknown = run(baseline_test(width=34), "--memprof-compare", "nowhere")
-    unknown.stdout.fnmatch_lines(["*--memprof-compare nowhere: git knows no such commit in *"])
+    unknown.stdout.fnmatch_lines(
+        ["*--memprof-compare nowhere: git knows no such commit in *(fatal: *); fetch it first"]
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container that has mounted the checkout
+        distrusted = run(baseline_test(width=34), "--memprof-compare", "main")
+        distrusted.stdout.fnmatch_lines(
+            ["*--memprof-compare main: git knows no such commit*(fatal: detected dubious owner*"]
+        )
+        patch.setenv("PATH", str(pytester.path))
+        absent = run(baseline_test(width=34), "--memprof-compare", "main")
+        absent.stdout.fnmatch_lines(
+            ["*--memprof-compare main: git knows no such commit*No such file or directory: 'git'*"]
+        )
     both = run(baseline_test(), "--memprof-compare", "main", "--memprof-update-baselines")
     assert both.ret == pytest.ExitCode.USAGE_ERROR
