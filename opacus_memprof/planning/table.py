@@ -24,7 +24,6 @@ from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
 MOST_RUNS = 8  # of a cell
-_AT_ONCE = 2  # of these: what a run tells is worth more than one more at the same time
 _FEW_RUNS = 5  # then lines have been wrong too often, and every second run bisects
 _PRECISION = 100  # an answer that needs cached memory back is found to one in so many
 _FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
@@ -97,40 +96,38 @@ def requested_line(points: Mapping[int, Point]) -> Line | None:
     return None if anchors is None else _line(points, anchors, "requested")
 
 
-def next_values(points: Mapping[int, Point], low: int, high: int, width: int = 1) -> list[int]:
-    """Returns the values from `low` to `high` to run next, at the same time.
+def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
+    """Returns the value from `low` to `high` to run next.
 
-    The first one is the most informative. With more processes, it returns also the values that would be next.
+    One at a time: of so few runs, what each one tells is worth more than the time of two at once, and the answer does
+    not depend on the number of cores.
 
     Args:
         points: the runs so far.
         low: the smallest value.
         high: the largest value.
-        width: the number of available processes.
 
     Returns:
-        [] when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted, the
-        round values below it have fitted as far as cached memory was returned there, and the next value has not fitted
-        or is beyond `high`; where cached memory was returned, a value of the next percent. Also [] after MOST_RUNS.
+        None when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted,
+        the round values below it have fitted as far as cached memory was returned there, and the next value has not
+        fitted or is beyond `high`; where cached memory was returned, a value of the next percent. Also None after
+        MOST_RUNS.
     """
     if low not in points:
-        return sorted({low, min(high, max(2 * low, low + 7))})[:width]
+        return low
     found = Bracket.from_points(points)
-    if not found.fitting:
-        return []
-    width = min(width, _AT_ONCE, MOST_RUNS - len(points))
+    if not found.fitting or len(points) >= MOST_RUNS:
+        return None
     good, top = found.fitting[-1], _end(points, found, high)
     fits_beyond = any(point.fits and value > top for value, point in points.items())
     if top - good <= _precision(points, good) or fits_beyond:
         roomy = max((value for value in found.fitting if not points[value].retries), default=low)
         rounder = [value for value in _rounder(good) if value > roomy and value not in points]
         if rounder or top - good <= _precision(points, good):
-            return rounder[:width]
-    chosen = _guesses(points, found, top, width)
-    if len(points) >= _FEW_RUNS and len(points) % 2:
-        chosen = [(good + top) // 2, *chosen]
-    chosen = [min(max(value, good + 1), top - 1) for value in chosen]
-    return sorted([value for value in dict.fromkeys(chosen) if value not in points][:width])
+            return rounder[0] if rounder else None
+    bisects = len(points) >= _FEW_RUNS and len(points) % 2
+    chosen = (good + top) // 2 if bisects else _guess(points, found, top)
+    return min(max(chosen, good + 1), top - 1)
 
 
 def _precision(points: Mapping[int, Point], good: int) -> int:
@@ -154,30 +151,29 @@ def _rounder(value: int) -> list[int]:
     return sorted({value - value % power for power in powers})
 
 
-def _guesses(points: Mapping[int, Point], found: Bracket, top: int, width: int) -> list[int]:
-    """Returns the values to run next, the most informative first. Values may be outside of the searched range."""
+def _guess(points: Mapping[int, Point], found: Bracket, top: int) -> int:
+    """Returns the most informative value to run next, which may be outside of the searched range."""
     good = found.fitting[-1]
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)
     if found.bad is not None and (anchors is None or top > _FAR * good):  # as much less as it may be more
-        return [round(good * (top / good) ** (part / (width + 1))) for part in range(1, width + 1)]
+        return int(good * (top / good) ** 0.5)
     if anchors is None:  # as if all memory grew with the value: an upper bound
-        return [max(good * room // max(1, points[good].reserved), 2 * good, good + 7)]
+        return max(good * room // max(1, points[good].reserved), 2 * good, good + 7)
     by_reserved = _line(points, anchors, "reserved").value_at(room)
     by_requested = _line(points, anchors, "requested").value_at(room)
     if by_requested is None:  # nothing grows so far
-        return [top - 1]
-    flushes = points[good].retries > 0  # then reserved bytes are not linear: they fall when cached memory is returned
-    if flushes or by_reserved is None or by_reserved <= good:
-        parts = [good + (top - good) * part // (width + 1) for part in range(1, width + 1)]
-        return parts if flushes else [good + 1, *parts]
+        return top - 1
+    if points[good].retries:  # then reserved bytes are not linear: they fall when cached memory is returned
+        return (good + top) // 2
+    if by_reserved is None or by_reserved <= good:
+        return good + 1
     if found.bad is not None and by_reserved >= found.bad:  # the prediction was too high: by a little, or a lot
         wrong = sum(not point.fits for point in points.values())
-        less = max(1, (top - good) * 2 ** min(wrong, 3) // 16)
-        return [top - less, *(good + (top - good) * part // width for part in range(1, width))]
+        return top - max(1, (top - good) * int(2 ** min(wrong, 3)) // 16)
     if by_reserved > _FAR * good:  # reserved bytes are slightly nonlinear: first a run close to the limit
-        return [good + int(_PART_OF_FAR * (by_reserved - good))]
-    return [by_reserved, by_reserved + 1]
+        return good + int(_PART_OF_FAR * (by_reserved - good))
+    return by_reserved
 
 
 def _anchors(fitting: tuple[int, ...]) -> tuple[int, int] | None:
@@ -261,49 +257,43 @@ def smallest_gpus(cells: Sequence[PlannedCell]) -> list[tuple[str, PlannedCell |
 def fill(
     runs: PlannedRuns, cells: Sequence[PlannedCell], searched: Range | None, on_round: Callable[[int], object]
 ) -> None:
-    """Runs the configurations that the cells need, several at once.
+    """Runs the configurations that the cells need, each cell's one after the other, several cells at once.
 
     Args:
         runs: the runs of the plan.
         cells: the cells, which get the runs.
         searched: the searched argument; None runs each cell once.
-        on_round: called with the number of runs whenever some are started.
+        on_round: called with 1 whenever a run is started, and with 0 at the end of a cell.
 
     Raises:
         MemprofError: no cell has an answer: the program has no such argument, its memory does not depend on it, nothing
             fits, or see check_run.
     """
     pending_runs = PendingRuns[tuple[int, int]](runs)
-    pending = [0] * len(cells)
-    width = max(1, runs.workers // len(cells))  # the same whichever cell ends first, so that --resume finds all runs
 
-    def start(index: int) -> None:
+    def start(index: int) -> bool:
         cell = cells[index]
-        values = [0] if not cell.runs else []
+        value = None if cell.runs else 0
+        configuration = cell.configuration
         if searched is not None:
-            values = next_values(cell.points, searched.low, searched.high, width)
-        for value in values:
-            configuration = cell.configuration
-            pending_runs.add(
-                (index, value), configuration if searched is None else searched.apply(configuration, value)
-            )
-        pending[index] = len(values)
-        on_round(len(values))
+            value = next_value(cell.points, searched.low, searched.high)
+            configuration = configuration if value is None else searched.apply(configuration, value)
+        if value is not None:
+            pending_runs.add((index, value), configuration)
+        on_round(int(value is not None))
+        return value is not None
 
     for index in range(len(cells)):
         start(index)
     for (index, value), run in pending_runs.as_completed():
         cell = cells[index]
-        pending[index] -= 1
         try:
             _check(cell, searched, run)
             cell.runs[value] = run
         except MemprofError as error:
-            cell.error = cell.error or str(error)
-        if not pending[index] and not cell.error:
-            start(index)
-            if not pending[index] and searched is not None:
-                cell.error = _why_no_answer(cell, searched)
+            cell.error = str(error)
+        if not cell.error and not start(index) and searched is not None:
+            cell.error = _why_no_answer(cell, searched)
     if all(cell.error for cell in cells):
         raise MemprofError(cells[0].error)
 

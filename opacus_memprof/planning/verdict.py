@@ -150,11 +150,13 @@ def least_memory(runs: PlannedRuns, configuration: PlannedConfiguration, run: Vi
         too_little: bytes of a card on which it does not fit.
 
     Returns:
-        Bytes with which a run fits, while one with _EXACT of them does not. The least that a virtual GPU can have is
-        not halved: there, it is what the run took.
+        Bytes with which a run fits, while one with _EXACT of them does not. Below the least that a virtual GPU can
+        have, it is what the run took.
     """
     base = GPUS[configuration.gpu].context_memory
     least = smallest_memory(configuration.gpu)
+    if too_little < _taken(run) <= least and not run.retries:
+        return _taken(run)
     low, high = max(too_little, base + (run.requested or 0)), memory_of(configuration)
     while low < _EXACT * high and least < high:
         taken = high if run.retries else max(least, _taken(run))  # enough, for a run that has given nothing back

@@ -16,7 +16,7 @@ import pytest
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
 from opacus_memprof.planning.draws import LargestBatch, assess_draws
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
-from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_values
+from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_value
 from opacus_memprof.planning.verdict import LARGEST_MEMORY, Verdict, judge, least_memory
 from opacus_memprof.planning.virtual_run import VirtualRun, _read
 from opacus_memprof.virtual_gpu.devices import GPUS
@@ -47,18 +47,17 @@ def _measured(requested: int, waste: float) -> Point:
 
 @pytest.mark.parametrize("kind", [_linear, _piecewise_linear])
 @pytest.mark.parametrize("waste", [1.0, 1.04])
-@pytest.mark.parametrize("width", [1, 2, 8])
-def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -> None:
+def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float) -> None:
     """With eight runs: to the value where nothing was given back, else to 1 %, and less closely where lines bend."""
     runs, off = [], []
     for seed in range(150):
         rng = random.Random(seed)
         peak, low, high = kind(rng), rng.choice([1, 3, 64]), 4096
         points: dict[int, Point] = {}
-        while values := next_values(points, low, high, width):
-            assert all(low <= value <= high for value in values)
-            assert not points.keys() & set(values)
-            points.update({value: _measured(peak(value), waste) for value in values})
+        while value := next_value(points, low, high):
+            assert low <= value <= high
+            assert value not in points
+            points[value] = _measured(peak(value), waste)
         tried = [value for value in range(low, high + 1) if peak(value) <= ROOM]
         runs.append(len(points))
         answer = largest(points)
@@ -67,8 +66,8 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float, width: int) -
             off.append(1 - answer / max(tried))
             assert 0 <= off[-1] <= (0 if waste == 1 else 0.01) or len(points) == 8
     assert max(runs) <= 8
-    assert max(off) <= (0.25 if kind is _piecewise_linear else 0 if waste == 1 else 0.013)
-    assert sum(each <= 0.01 for each in off) >= 0.65 * len(off)
+    assert max(off) <= (0.16 if kind is _piecewise_linear else 0 if waste == 1 else 0.012)
+    assert sum(each <= 0.01 for each in off) >= (0.8 if kind is _piecewise_linear else 0.98) * len(off)
 
 
 def _in_pieces(value: int, sample: int, waste: float) -> Point:
@@ -84,8 +83,7 @@ def _in_pieces(value: int, sample: int, waste: float) -> Point:
     return Point(requested <= ROOM, requested, min(reserved, ROOM), ROOM, retries=int(reserved > ROOM))
 
 
-@pytest.mark.parametrize("width", [1, 2, 8])
-def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
+def test_no_round_value_up_to_the_answer_fails() -> None:
     """The search agrees with trying every value.
 
     It answers 2591 instead of 2936 for a convolution, where all multiples of 16 from 2592 to 2928 run out of memory
@@ -96,9 +94,9 @@ def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
         rng = random.Random(seed)
         sample, waste = rng.randrange(20 * 2**20, 200 * 2**20), rng.uniform(1.0, 1.2)
         points: dict[int, Point] = {}
-        while values := next_values(points, 1, 4096, width):
-            assert not points.keys() & set(values)
-            points.update({value: _in_pieces(value, sample, waste) for value in values})
+        while value := next_value(points, 1, 4096):
+            assert value not in points
+            points[value] = _in_pieces(value, sample, waste)
         fitting = [value for value in range(1, 4097) if _in_pieces(value, sample, waste).fits]
         failing = set(range(16, 4097, 16)) - set(fitting)
         answer = largest(points)
@@ -113,19 +111,18 @@ def test_no_round_value_up_to_the_answer_fails(width: int) -> None:
 def test_nothing_is_run_twice_where_nothing_grows() -> None:
     points: dict[int, Point] = {}
     asked = []
-    while values := next_values(points, 1, 4096):
-        asked += values
-        points.update({value: _measured(2**30, 1.0) for value in values})
+    while value := next_value(points, 1, 4096):
+        asked.append(value)
+        points[value] = _measured(2**30, 1.0)
     assert asked == [1, 80, 4096]  # 80 would be the largest if all of the 1 GiB grew with the value
 
 
 def test_no_smaller_value_than_the_answer_has_failed() -> None:
     """Also where larger ones fit again, as fragments have it."""
     points: dict[int, Point] = {}
-    while values := next_values(points, 1, 100):
-        for value in values:
-            fits = value < 40 or 50 <= value < 60
-            points[value] = Point(fits, value * 2**30, min(value * 2**30, ROOM), ROOM)
+    while value := next_value(points, 1, 100):
+        fits = value < 40 or 50 <= value < 60
+        points[value] = Point(fits, value * 2**30, min(value * 2**30, ROOM), ROOM)
     best = largest(points)
     assert best is not None
     assert 36 <= best < 40
@@ -137,14 +134,13 @@ def test_few_runs_are_needed_where_reserved_bytes_bend(flushes: bool) -> None:
     """As measured of a GPT-2: requested bytes are a line, and what lies idle grows from 4 to 13 % of them."""
     base, slope = 3 * 2**30, 600 * 2**20
     points: dict[int, Point] = {}
-    while values := next_values(points, 1, 1024):
-        for value in values:
-            requested = base + slope * value
-            reserved = int(requested * (1.04 + 0.09 * min(1, requested / ROOM)))
-            if reserved > ROOM and flushes:
-                points[value] = Point(requested * 1.06 <= ROOM, requested, min(int(requested * 1.06), ROOM), ROOM, 1)
-            else:
-                points[value] = Point(reserved <= ROOM, requested, min(reserved, ROOM), ROOM)
+    while value := next_value(points, 1, 1024):
+        requested = base + slope * value
+        reserved = int(requested * (1.04 + 0.09 * min(1, requested / ROOM)))
+        if reserved > ROOM and flushes:
+            points[value] = Point(requested * 1.06 <= ROOM, requested, min(int(requested * 1.06), ROOM), ROOM, 1)
+        else:
+            points[value] = Point(reserved <= ROOM, requested, min(reserved, ROOM), ROOM)
     best = largest(points)
     assert best is not None
     assert not points[best + 1].fits
@@ -307,7 +303,7 @@ def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, sta
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
     """It fits in the least memory that a virtual GPU can have, which is more."""
     run: Any = SimpleNamespace(requested=2**20, reserved=2 * 2**20 - 1, context=300 * 2**20, retries=0, fits=True)
-    runs: Any = SimpleNamespace(workers=2, all=lambda configurations: [run for _ in configurations])
+    runs: Any = SimpleNamespace(workers=2)  # none of which is needed
     configuration = PlannedConfiguration(PlannedProgram("train.py"), "h200")
     assert least_memory(runs, configuration, run) == 302 * 2**20
 
