@@ -50,6 +50,7 @@ class _Optimizer:
         self.step: LogicalStep | None = None  # prepared, for the original optimizer
         self.check: StepCheck | None = None
         self.last_noise = torch.empty(0)
+        self.left: dict[str, torch.Tensor] = {}  # the parameters after the last step
 
     def parameters(self) -> set[int]:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -290,7 +291,7 @@ class Follower:
             if root is not None:
                 followed.check = StepCheck(followed.optimizer, followed.given, root, followed.step, self.findings)
                 with self._pause():
-                    followed.check.before_update()
+                    followed.check.before_update(followed.left)
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [name for root in self.roots for name, p in root.trained().items() if id(p) in held]
@@ -313,7 +314,7 @@ class Follower:
             check, followed.step, followed.check = followed.check, None, None
             if check is not None:
                 with self._pause():
-                    check.after_update()
+                    followed.left = check.after_update()
                 self._compare_noise(followed, check)
                 self.results.append(check.result)
         followed_steps = [result for result in self.results if result.samples]

@@ -3,7 +3,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,20 @@ class StepCheck:
         # Ghost clipping computes the norms over all trained parameters of the model.
         self._clipped = list(root.trained()) if root.mode == "ghost" else list(self._trained)
 
-    def before_update(self) -> None:
-        """Compares sums and noise, and repeats the update on copies."""
+    def before_update(self, left: Mapping[str, torch.Tensor]) -> None:
+        """Compares sums and noise, and repeats the update on copies.
+
+        Args:
+            left: the parameters' values after the step before, by name.
+        """
         self._before = {name: p.detach().clone() for name, p in self._root.trained().items()}
+        moved = [name for name, p in self._before.items() if name in left and not torch.equal(p, left[name])]
+        if moved:
+            self._findings.not_checked(
+                f"what has changed {listed(moved)} outside of the optimizer's step: values that depend on data are "
+                "neither clipped nor noised there.",
+                "moved",
+            )
         try:
             by_hand = self._check_sum()
         except NotCheckedError as error:
@@ -297,8 +308,12 @@ class StepCheck:
             return
         self._replica = replica
 
-    def after_update(self) -> None:
-        """Compares the parameters with the repeated update, and finds parameters that did not change."""
+    def after_update(self) -> dict[str, torch.Tensor]:
+        """Compares the parameters with the repeated update, and finds parameters that did not change.
+
+        Returns:
+            Their values, by name.
+        """
         live = self._optimizer.original_optimizer.param_groups
         names = self._root.names()
         if self._replica is not None:
@@ -338,6 +353,7 @@ class StepCheck:
             self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
         if idle:
             self._findings.not_checked(f"the update of {listed(idle)}: the learning rate was 0 in a step.", "rate")
+        return {name: p.detach().clone() for name, p in self._root.trained().items()}
 
 
 def relative_errors(found: Gradients, expected: Gradients) -> dict[str, float]:

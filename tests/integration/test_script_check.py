@@ -226,6 +226,7 @@ def test_a_factor_of_the_script_is_a_note() -> None:
         ("no_multiplier", ["not checked: noise, because noise_multiplier is 0: the training is not private."]),
         ("late_scheduler", ["not checked: schedulers of noise or clipping that did not act"]),
         ("flattened", ["not checked: the clipped sum: an output has the shape [30] for 8 samples"]),
+        ("changed_outside", ["not checked: what has changed head.bias outside of the optimizer's step"]),
         ("compiled", ["not checked: compiled code: torch.compile is off during the check."]),
     ],
 )

@@ -101,6 +101,12 @@ def learning_rate(mode: str) -> None:
     train(*made, after=lambda i: rate.step())
 
 
+def changed_outside(mode: str) -> None:
+    made = private(mode)
+    bias = dict(made[0].named_parameters())["_module.head.bias"]
+    train(*made, after=lambda i: bias.data.add_(0.1))
+
+
 def by_hand(mode: str) -> None:
     """Without make_private."""
     model: Any = wrap_model(Net(), mode, **({"max_grad_norm": 1.0} if mode == "ghost" else {}))
