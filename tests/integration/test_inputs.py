@@ -64,14 +64,25 @@ def test_the_data_set_that_a_loader_draws_from(cpu: None) -> None:  # noqa: F811
     attachment.detach()
 
 
-def test_targets_of_the_criterion_that_opacus_wraps(cpu: None) -> None:  # noqa: F811
+class OwnLoss(nn.Module):
+    """Calls none of torch's losses, which would be followed by themselves."""
+
+    reduction = "mean"
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits[:, 0] - target).square()
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_targets_of_the_criterion_that_opacus_wraps(by_keyword: bool, cpu: None) -> None:  # noqa: F811
     training = prepare("ghost")
+    training.criterion.criterion = OwnLoss()
     with attached(training):
         tokens = torch.zeros(8, 5, dtype=torch.long)
         logits = training.model(tokens)
         before = categories()
         labels = torch.ones(8, dtype=torch.long)  # after the forward, as `labels.to(device)` may be
-        loss = training.criterion(logits, labels)
+        loss = training.criterion(logits, target=labels) if by_keyword else training.criterion(logits, labels)
         assert categories()["inputs"] - before["inputs"] == 8 * INT
         loss.backward()
 

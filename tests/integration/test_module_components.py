@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 import opacus_memprof
 from opacus_memprof.analysis.components import Components
@@ -97,11 +98,15 @@ def test_a_first_convolution_that_cuts_patches_is_an_embedding(size: int, compon
     assert components_of([*model.named_modules()])["0"] == component
 
 
-@pytest.mark.parametrize("widths", ["separate", "grouped", "fused and grouped", "gated", "fused gate", "MLP only"])
+_BLOCKS = ["separate", "three", "grouped", "fused and grouped", "gated", "fused gate", "MLP only"]
+
+
+@pytest.mark.parametrize("widths", _BLOCKS)
 def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) -> None:
     d = WIDTH
     heads: dict[str, list[tuple[int, int]]] = {
         "separate": [(d, d)] * 4,
+        "three": [(d, d)] * 3,
         "grouped": [(d, d), (d, d // 4), (d, d // 4), (d, d)],
         "fused and grouped": [(d, d + d // 2), (d, d)],
         "MLP only": [],
@@ -110,10 +115,17 @@ def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) ->
     attention, mlp = heads.get(widths, [(d, 3 * d), (d, d)]), mlps.get(widths, [(d, 4 * d), (4 * d, d)])
     if widths == "gated":  # an MLP of three widths would read as queries, keys and values in one otherwise
         attention = [(d, d)] * 4
-    layers = [nn.Linear(*widths) for widths in [*attention, *mlp]]
-    model = nn.Sequential(nn.Embedding(9, d), nn.ModuleList([nn.ModuleList(layers)]), nn.Linear(d, 9))
     expected = ["attention"] * len(attention) + ["mlp"] * len(mlp)
-    assert [components_by_module(model)[f"1.0.{number}"] for number in range(len(layers))] == expected
+    for kind in (nn.Linear, lambda width, to: Conv1D(to, width)):
+        layers = nn.ModuleList(kind(*widths) for widths in [*attention, *mlp])
+        components = components_by_module(nn.Sequential(nn.Embedding(9, d), nn.ModuleList([layers]), nn.Linear(d, 9)))
+        assert [components[f"1.0.{number}"] for number in range(len(layers))] == expected
+
+
+def test_a_linear_between_blocks_is_no_head() -> None:
+    first, second = (nn.ModuleList([Block()]) for _ in range(2))
+    model = nn.Sequential(nn.Embedding(9, WIDTH), first, nn.Linear(WIDTH, WIDTH), second, nn.Linear(WIDTH, 9))
+    assert [components_by_module(model)[name] for name in ("2", "4")] == ["other", "head"]
 
 
 def test_an_mlp_before_the_attention_is_told_apart() -> None:
@@ -155,6 +167,10 @@ def test_names_of_other_things_mislead_nobody() -> None:
 def test_models_without_blocks() -> None:
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     assert list(components_by_module(plain).values()) == ["mlp", "mlp", "mlp", "head"]
+    as_wide_as_its_vocabulary = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    assert list(components_by_module(as_wide_as_its_vocabulary).values()) == ["embedding", "mlp", "head"]
+    listed = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)), nn.Linear(8, 2))
+    assert list(components_by_module(listed).values()) == [*["other", "mlp", "mlp"] * 2, "head"]
     images = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
     assert list(components_by_module(images).values()) == ["conv", "norm", "conv", "conv", "head"]
     patches = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.Conv2d(8, 8, 2, stride=2))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from opacus_memprof.hooks.owners import OwnerSearch
+from opacus_memprof.recording import native
 from tests.integration.run_scripts import profile_of, python
 from tests.on_virtual_gpu import interpreter
 from tests.warm_python import ENVIRONMENT
@@ -207,3 +209,17 @@ def test_a_name_that_is_not_ascii(tmp_path: Path) -> None:
     (stack,) = unattributed_lines(peak)
     assert stack.startswith(f"модель😀.py:{line_of(AVERAGED, '# shadow')} in ")
     assert stack.count(" in größe_数") >= 1
+
+
+@pytest.mark.parametrize(("live", "unclaimed", "searched"), [(2**20, 2**20, 1), (2**30, 2**23, 0), (2**30, 2**24, 1)])
+def test_what_is_a_hundredth_of_the_live_bytes_has_its_owner_searched(
+    live: int, unclaimed: int, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    categories = {"unattributed": unclaimed, "backward_temporaries": 0, "optimizer_temporaries": 0}
+    counters = {"devices": {"cuda:0": {"requested_bytes": live, "categories": categories}}}
+    monkeypatch.setattr(native, "counters", lambda: counters)
+    search, claims = OwnerSearch(list), list[OwnerSearch]()
+    monkeypatch.setattr(OwnerSearch, "_claim", lambda search: claims.append(search))
+    for _ in range(2):  # what has been searched for is not searched for again
+        search.search()
+    assert len(claims) == searched

@@ -4,11 +4,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from opacus import GradSampleModule
+from torch import nn
 
 from opacus_memprof import session
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.pytest_plugin import clean_session
 from opacus_memprof.recording import native
 from tests.plugin.conftest import LOAD, Run
+from tests.unit.event_files import EventFile
 
 MIB = 2**20
 
@@ -206,3 +212,45 @@ def test_it():
 def test_it_lists_its_markers_and_options(pytester: pytest.Pytester) -> None:
     pytester.runpytest_inprocess(*LOAD, "--markers").stdout.fnmatch_lines(["@pytest.mark.limit_gpu_memory(limit*"])
     pytester.runpytest_inprocess(*LOAD, "--help").stdout.fnmatch_lines(["*--memprof-update-baselines*"])
+
+
+def test_blocks_from_before_a_test_are_told_from_its_own(tmp_path: Path) -> None:
+    """It frees the first, whose address it gets again, and attaches the second."""
+    file = EventFile()
+    for address in (1, 2, 3):
+        file.add("seed", address, 100)
+    file.add("free", 1, 100).retag(2, "unattributed", "model_parameters").add("alloc", 1, 700, "noise")
+    events = clean_session.TestEvents(file.write(tmp_path))
+    assert (events.earlier_blocks, events.foreign_blocks) == ({(1, 2), (1, 3)}, {(1, 3)})
+    assert events.profile().devices["cuda:0"].peak.requested_bytes == 800
+
+
+def test_events_of_all_pieces_are_read_in_their_order(tmp_path: Path) -> None:
+    """Without the live sets at their beginnings, and what is settled at their ends (docs/format.md)."""
+    alloc, seed, settled = 1 << 48, 7 << 48, 9 << 48
+    for piece in range(12):
+        seeds = [99 | seed] * piece
+        header = bytes(96) + np.array([2 * piece, len(seeds)], "<u8").tobytes()
+        first_words = [*seeds, 2 * piece | alloc, 2 * piece + 1 | alloc, 99 | settled]
+        records = np.array([[word, 0, 0, 0] for word in first_words], "<u8").tobytes()
+        (tmp_path / f"events.{piece}.bin".replace(".0", "")).write_bytes(header.ljust(4096, b"\0") + records)
+    _, read = clean_session._read_records(tmp_path)
+    assert (read.view("<u8").reshape(-1, 4)[:, 0] ^ alloc).tolist() == list(range(24))
+
+
+class OwnLinear(nn.Linear):
+    """Has no sampler of Opacus'."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "forced", "mode"),
+    [(nn.Linear, False, "hooks"), (nn.Linear, True, "functorch"), (OwnLinear, False, "hooks")],
+)
+def test_functorch_is_a_mode_where_it_replaces_samplers(layer: type[nn.Linear], forced: bool, mode: str) -> None:
+    assert clean_session._mode(GradSampleModule(nn.Sequential(layer(2, 2)), force_functorch=forced)) == mode
+
+
+def test_a_test_with_too_many_events_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "events_status", lambda: {"dropped": 1})
+    with pytest.raises(MemprofError, match="a profile holds at most 33554432 events: let the test train fewer steps"):
+        clean_session.CleanSession(tmp_path, keep=False).devices_so_far()

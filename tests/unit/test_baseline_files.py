@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of baselines: what an update keeps, what has grown, and where they cannot be written."""
 
+import fcntl
+import os
 import re
 from pathlib import Path
 
@@ -57,3 +59,11 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(MemprofError, match=r"cannot write .*taken.memprof\.json \(.+\): choose another place"):
         baseline.update(tmp_path / "taken" / "memprof.json", measured)
     assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_one_process_updates_a_file_at_a_time(tmp_path: Path) -> None:
+    other = os.open(tmp_path, os.O_RDONLY)
+    with baseline._locked(tmp_path), pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)

@@ -8,9 +8,12 @@ import pytest
 from event_files import START, EventFile, unix_ns
 from test_analysis_format import documented_reader
 
+from opacus_memprof.analysis import profile
 from opacus_memprof.analysis.events import KINDS, Events
+from opacus_memprof.analysis.findings import Run
 from opacus_memprof.analysis.profile import build_profile
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.profile import EventGap
 from tests.event_rows import rows_of
 
 
@@ -130,3 +133,26 @@ def test_what_a_consumer_raises_comes_through(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError, match="mine"):
         Events(a_run().write(tmp_path)).for_each_chunk(fail)
+
+
+@pytest.mark.parametrize(
+    ("first", "lost", "of", "tells"),
+    [(10, 0, 100, []), (95, 0, 100, ["truncated"]), (98, 0, 103, ["truncated"]), (95, 5, 100, ["lost"])],
+)
+def test_where_events_are_missing_is_told(first: int, lost: int, of: int, tells: list[str]) -> None:
+    """Five of a run of a hundred: in the middle, at its end, beyond what its header knows, and lost on their way."""
+    gap = EventGap(first_event=first, events=5, time_ns=0, end_ns=1, step=2, end_step=3)
+    said, *more = profile._gap_warnings({"count": 100, "capacity": 64, "dropped": lost}, [gap])
+    assert said.startswith(f"5 of {of} events are not in the event files")
+    assert f": 5 after event {first} (from step 2 to step 3). " in said
+    assert [word for sentence in more for word in ("truncated", "lost") if word in sentence] == tells
+
+
+@pytest.mark.parametrize(("status", "failed"), [("failed", True), ("finished", False), ("out_of_memory", False)])
+def test_findings_know_whether_the_run_failed(
+    status: str, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(profile, "find", lambda run: runs.append(run) or [])
+    build_profile(a_run().write(tmp_path), status=status, exit_code=None)
+    assert [run.failed for run in runs] == [failed]

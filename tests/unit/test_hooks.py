@@ -15,6 +15,7 @@ from torch import nn
 
 from opacus_memprof import hooks
 from opacus_memprof.hooks.modules import assign_name_prefix, named_modules
+from opacus_memprof.hooks.observers import on_add_noise
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
@@ -243,3 +244,19 @@ def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:
     finally:
         attachment.detach()
         native.cpu_uninstall()
+
+
+def test_gradients_that_noise_replaces_are_noted_once_and_not_where_they_are_the_sum() -> None:
+    observations.clear()
+    replaced, shared = parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 200)]
+    for parameter in parameters:
+        parameter.summed_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    replaced.grad, shared.grad = torch.zeros(100), shared.summed_grad.view_as(shared)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(parameters)
+    on_add_noise(optimizer)
+    noted = {each["kind"]: each["bytes"] for each in observations.recorded()}
+    assert noted == {"largest_parameter": 4 * 200, "replaced_gradients": 4 * 100}
+    shared.grad = torch.zeros(200)
+    on_add_noise(optimizer)
+    assert {each["kind"]: each["bytes"] for each in observations.recorded()} == noted
+    observations.clear()

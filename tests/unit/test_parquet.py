@@ -8,16 +8,17 @@ from pathlib import Path
 import duckdb
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from event_files import START, EventFile
 from random_profile import Oracle, write_random_profile
 from test_events import a_run
 
-from opacus_memprof.analysis.events import ALLOC, ROW
+from opacus_memprof.analysis.events import ALLOC, GAP, ROW, Events
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
-from opacus_memprof.reports.tables import _live_bytes, write_parquet
+from opacus_memprof.reports.tables import _columns, _live_bytes, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,10 @@ def test_the_document_names_every_column(directory: Path) -> None:
     named = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     columns = pq.read_schema(directory / "events.parquet").names
     assert sorted(named) == sorted(columns)
+
+
+def test_a_gap_has_the_number_of_its_events_and_no_device(tmp_path: Path) -> None:
+    rows = np.zeros(1, ROW)
+    rows["kind"], rows["bytes"] = GAP, 5
+    columns = _columns(pa, rows, Events(EventFile().write(tmp_path)), np.zeros(256, np.int64))
+    assert [column.to_pylist()[0] for column in (columns[3], *columns[-3:])] == [None, None, None, 5]

@@ -91,6 +91,17 @@ def test_in_print(tmp_path: Path) -> None:
     assert "6.00 KiB of captured activations are held by Opacus alone" in lines
 
 
+def test_of_many_modules_the_nine_that_cost_most_are_printed(tmp_path: Path) -> None:
+    private = vanilla_file()
+    for number in range(1, 12):
+        private.add("alloc", 0x10000 * number, number * KIB, "per_sample_gradients", module=f"layer{number}")
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    print_tax(dp_tax(profile_in(tmp_path / "a", private), profile_in(tmp_path / "b", vanilla_file())), console)
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [row[0] for row in rows if row and row[0].startswith("layer")] == [f"layer{n}" for n in range(11, 2, -1)]
+    assert ["2", "more", "+3.00", "KiB"] in rows
+
+
 def test_other_devices_are_refused(tmp_path: Path) -> None:
     private, vanilla = profile_in(tmp_path / "a", private_file()), profile_in(tmp_path / "b", vanilla_file())
     on_cpu = profile_in(tmp_path / "c", private_file(device=0))

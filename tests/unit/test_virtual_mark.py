@@ -131,6 +131,7 @@ def test_comparisons(killed: Path, real: Profile) -> None:
         note
         == f"the first run was on a real device and the second run was on a {NAME}: they differ by more than the code"
     )
+    assert diff_profiles(virtual, virtual)["notes"] == [f"both runs were on a {NAME}"]
     assert NAME in diff_markdown(diff_profiles(virtual, virtual))
     assert f"note: the private run was on a {NAME} and the vanilla run" in printed(print_tax, dp_tax(virtual, real))
     assert "note" not in printed(print_tax, dp_tax(real, real))
