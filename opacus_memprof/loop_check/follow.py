@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from opacus import PrivacyEngine
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
@@ -15,10 +16,12 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from opacus_memprof.loop_check.explain import explain, foreign_parameters
 from opacus_memprof.loop_check.records import (
     Call,
+    Deliveries,
     Findings,
     LogicalStep,
     LossScale,
@@ -51,6 +54,7 @@ class _Optimizer:
         self.check: StepCheck | None = None
         self.last_noise = torch.empty(0)
         self.left: dict[str, torch.Tensor] = {}  # the parameters after the last step
+        self.steps = 0
 
     def parameters(self) -> set[int]:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -73,6 +77,7 @@ class Follower:
         self.own_steps = 0
         self._paused = False
         self._scale = LossScale()
+        self._deliveries = Deliveries(self.findings)
         self._pass = 0  # number of backward calls so far
         self._in_backward = 0
         self._in_ghost_backward = False
@@ -88,6 +93,8 @@ class Follower:
             _around(scheduler, "__init__", self._make_scheduler)
             _around(scheduler, "step", self._scheduler_step)
         _around(torch.amp.GradScaler, "scale", self._scale.on_scaler)
+        _around(PrivacyEngine, "_prepare_data_loader", self._deliveries.on_prepare)
+        _around(_BaseDataLoaderIter, "__next__", self._deliveries.on_next)
         original = torch.autograd.backward
         torch.autograd.backward = functools.wraps(original)(functools.partial(self._backward, original))
         torch.compile = self._no_compile
@@ -100,10 +107,6 @@ class Follower:
             self.findings.not_checked("schedulers of noise or clipping that did not act before the last checked step.")
         if self.results and len(self.results) < STEPS:
             self.findings.not_checked("a second logical step, which was not reached.")
-        self.findings.not_checked(
-            "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the "
-            "batch): the gradients at the model's outputs do not show them."
-        )
 
     def explain(self, error: BaseException) -> bool:
         """Explains an error of Opacus as a defect. Returns whether it was one."""
@@ -141,6 +144,7 @@ class Follower:
                 buffers={name: x.detach().clone() for name, x in root.model.named_buffers()},
                 training=[each.training for each in root.model.modules()],
                 autocast=lambda: torch.autocast(kind, dtype=dtype, enabled=cast),
+                sources=self._deliveries.sources((args, kwargs)),
             )
             root.recording = True
 
@@ -311,8 +315,11 @@ class Follower:
             return
         followed = next((each for each in self.optimizers if each.optimizer.original_optimizer is optimizer), None)
         if followed is not None and followed.step is not None:
+            calls = [call for batch in followed.step.batches for call in batch.calls]
             check, followed.step, followed.check = followed.check, None, None
+            followed.steps += 1
             if check is not None:
+                self._deliveries.check(followed.steps, calls, id(followed))
                 with self._pause():
                     followed.left = check.after_update()
                 self._compare_noise(followed, check)

@@ -4,13 +4,16 @@
 import copy
 import random
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from opacus_memprof.clipping.agreement import inner_model
 
@@ -141,6 +144,7 @@ class Call:
         outputs: the tensors among the leaves of the output that require grad, by index of the leaf.
         cotangents: the gradients that arrived at them in backward.
         in_pass: the backward call in which the first one arrived.
+        sources: the loaders' batches that the inputs are part of.
     """
 
     root: PrivateModel
@@ -153,6 +157,7 @@ class Call:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
     in_pass: int = 0
+    sources: list["Delivery"] = field(default_factory=list)
 
 
 @dataclass
@@ -278,3 +283,128 @@ def _constant(node: Any) -> float | None:
     if isinstance(other, torch.Tensor):
         return float(other) if other.numel() == 1 else None
     return float(other) if isinstance(other, (int, float)) else None
+
+
+@dataclass
+class Delivery:
+    """A batch that a data loader gave to the program.
+
+    Attributes:
+        is_private: whether the loader is one of make_private, or does Poisson sampling.
+        used: ids of the optimizers that have made a step with it.
+    """
+
+    is_private: bool
+    tensors: list[torch.Tensor]
+    used: set[int] = field(default_factory=set)
+
+
+class Deliveries:
+    """Finds out whether steps have the samples for which epsilon is computed: new batches of the private loader.
+
+    The inputs of a call are compared with the last batches, because any code may be between loader and model. If it
+    changes them, the number of batches is still known.
+
+    Args:
+        findings: receives the defects.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._samplers: list[Any] = []  # of the loaders that make_private returned
+        self._is_poisson = False
+        self._drawn = 0  # private batches
+        self._recent: deque[Delivery] = deque(maxlen=16)
+        self._others = 0  # batches of other loaders since the last step
+
+    def on_prepare(self, original: Any, engine: Any, loader: Any, /, **kwargs: Any) -> Any:
+        """Wraps PrivacyEngine's preparation of a data loader."""
+        prepared = original(engine, loader, **kwargs)
+        self._samplers.append(getattr(prepared, "_index_sampler", None))
+        if kwargs.get("poisson_sampling", True):
+            self._is_poisson = True
+        else:
+            self._findings.note(
+                "poisson_sampling=False: the accountant computes epsilon for Poisson sampling, which this loader does "
+                "not do.",
+                "poisson",
+            )
+        return prepared
+
+    def on_next(self, original: Any, iterator: Any, /) -> Any:
+        """Wraps `__next__` of the iterators of data loaders. The batch is kept, not copied."""
+        data = original(iterator)
+        is_private = self._is_private(iterator._index_sampler)
+        self._others = 0 if is_private and not self._drawn else self._others + (not is_private)
+        self._drawn += is_private
+        leaves = tree_leaves(
+            dict(data) if isinstance(data, Mapping) else data
+        )  # of any mapping, as those of transformers
+        self._recent.append(Delivery(is_private, [x for x in leaves if isinstance(x, torch.Tensor)]))
+        return data
+
+    def sources(self, inputs: Any) -> list[Delivery]:
+        """Returns the batches that a call's inputs are equal to, or are rows of."""
+        mine = [x.detach().cpu() for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+        mine = [x for x in mine if len(x) and bool((x != x.flatten()[0]).any())]  # all masks of ones are equal
+        return [each for each in self._recent if any(_is_part(x, y) for y in each.tensors for x in mine)]
+
+    def check(self, steps: int, calls: list["Call"], optimizer: int) -> None:
+        """Checks a step.
+
+        Args:
+            steps: the number of steps of this optimizer, with this one.
+            calls: the calls of the step.
+            optimizer: its id.
+        """
+        others, self._others = self._others, 0
+        found = [call.sources for call in calls if call.sources]
+        unknown = ""
+        if not self._samplers and not self._drawn:
+            unknown = "the script does not call make_private."
+        elif not self._drawn or any(not any(each.is_private for each in sources) for sources in found):
+            if self._samplers and not self._is_poisson:
+                unknown = "the script trains on others than those of its loader."
+            else:
+                self._findings.defect(
+                    "The script trains on batches that do not come from the loader that make_private "
+                    "returned: epsilon does not hold for them. Train on new batches of the loader that "
+                    "make_private returned.",
+                    "source",
+                )
+        elif self._drawn < steps or any(
+            all(optimizer in each.used for each in sources if each.is_private) for sources in found
+        ):
+            self._findings.defect(
+                "The script makes several steps with the same batch, but epsilon is that of a new one in each step. "
+                "Train on new batches of the loader that make_private returned.",
+                "source",
+            )
+        elif others and len(found) < len(calls):
+            unknown = "the script draws from other loaders, too, and changes the batches before the model gets them."
+        if unknown:
+            self._findings.not_checked(f"whether the batches are drawn as the accountant assumes: {unknown}", "source")
+        for sources in found:
+            for each in sources:
+                each.used.add(optimizer)
+
+    def _is_private(self, sampler: Any) -> bool:
+        """Follows samplers of samplers, as those of BatchMemoryManager and Accelerate."""
+        while sampler is not None:
+            if isinstance(sampler, (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)) or any(
+                sampler is each for each in self._samplers
+            ):
+                return True
+            sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
+        return False
+
+
+def _is_part(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Returns whether a tensor has consecutive rows of another one, or is a view of it."""
+    if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        return True
+    if not whole.dim() or len(whole) < len(part) or whole.numel() * len(part) != part.numel() * len(whole):
+        return False
+    rows, all_rows = part.reshape(len(part), -1), whole.detach().to("cpu", part.dtype).reshape(len(whole), -1)
+    starts = (all_rows == rows[0]).all(1).nonzero().flatten().tolist()
+    return any(torch.equal(all_rows[start : start + len(rows)], rows) for start in starts)

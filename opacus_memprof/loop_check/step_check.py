@@ -85,6 +85,8 @@ class StepCheck:
         self._before: dict[str, torch.Tensor] = {}
         names = root.names()
         self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
+        rule = getattr(getattr(optimizer, "bookkeeping", None), "rule", None)
+        self._is_automatic = getattr(rule, "clipping", None) == "automatic"
         # Ghost clipping computes the norms over all trained parameters of the model.
         self._clipped = list(root.trained()) if root.mode == "ghost" else list(self._trained)
 
@@ -119,9 +121,7 @@ class StepCheck:
     def _check_sum(self) -> list[Batch]:
         if any(call.root is not self._root for batch in self._step.batches for call in batch.calls):
             raise NotCheckedError("the optimizer holds parameters of several private models.")
-        rule = getattr(getattr(self._optimizer, "bookkeeping", None), "rule", None)
-        is_automatic = getattr(rule, "clipping", None) == "automatic"
-        hands = [clip_by_hand(batch, batch.bound, self._clipped, is_automatic) for batch in self._step.batches]
+        hands = [clip_by_hand(batch, batch.bound, self._clipped, self._is_automatic) for batch in self._step.batches]
         expected = _sum([hand.total for hand in hands])
         result = self.result
         result.norms = [norm for hand in hands for norm in hand.norms]
@@ -255,16 +255,16 @@ class StepCheck:
         norms = self.result.norms
         bounds = [batch.bound for batch in self._step.batches if isinstance(batch.bound, float)]
         if not hands or not norms or not bounds:
-            self._findings.note(f"{who} the loss by {factor:.6g} before backward, and the norms with it.", "scale")
-            return
-        with_scale = sum(norm > bounds[0] for norm in norms) / len(norms)
-        without = sum(norm / abs(factor) > bounds[0] for norm in norms) / len(norms)
-        sentence = (
-            f"{who} the loss by {factor:.6g} before backward, so that the samples' gradient norms are that many times "
-            f"as large: {with_scale:.0%} of the samples are clipped to {bounds[0]:.4g}, and {without:.0%} would be "
-            "without the factor."
-        )
-        if scaled and with_scale != without:
+            sentence = f"{who} the loss by {factor:.6g} before backward, and the norms with it."
+        else:
+            with_scale = sum(norm > bounds[0] for norm in norms) / len(norms)
+            without = sum(norm / abs(factor) > bounds[0] for norm in norms) / len(norms)
+            sentence = (
+                f"{who} the loss by {factor:.6g} before backward, so that the samples' gradient norms are that many "
+                f"times as large: {with_scale:.0%} of the samples are clipped to {bounds[0]:.4g}, and {without:.0%} "
+                "would be without the factor."
+            )
+        if scaled and not self._is_automatic:
             self._findings.defect(f"{sentence} Train without GradScaler (bfloat16 needs none).", "scale")
         else:
             self._findings.note(sentence, "scale")

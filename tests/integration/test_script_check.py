@@ -33,11 +33,15 @@ def deviations(out: str) -> dict[str, float]:
         *(("memory_manager", mode) for mode in ("hooks", "ghost", "flash_clip")),
         *(("schedulers", mode) for mode in ("hooks", "flash_clip")),
         *(("dropout", mode) for mode in ("hooks", "flash_clip")),
-        *(("by_hand", mode) for mode in ("hooks", "functorch", "ghost")),
         *(("ddp", mode) for mode in ("hooks", "flash_clip")),
         *(("per_layer", mode) for mode in ("hooks", "flash_clip")),
         *(("adaptive", mode) for mode in ("hooks", "flash_clip")),
-        ("poisson", "hooks"),
+        *(("poisson", mode) for mode in ("hooks", "flash_clip")),
+        ("augmented", "hooks"),
+        ("transformed", "ghost"),
+        ("workers", "hooks"),
+        ("micro_batches", "flash_clip"),
+        ("accelerated", "hooks"),
         ("keyword", "hooks"),
         ("learning_rate", "hooks"),
         ("replaced_before", "hooks"),
@@ -47,6 +51,8 @@ def deviations(out: str) -> dict[str, float]:
     ],
 )
 def test_a_right_loop_is_exact(case: str, mode: str) -> None:
+    if case == "accelerated":
+        pytest.importorskip("accelerate")
     ran = doctor(case, mode)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
     assert "DEFECT" not in ran.stdout
@@ -58,6 +64,19 @@ def test_a_right_loop_is_exact(case: str, mode: str) -> None:
     unchecked = re.findall("^not checked: (.*)", ran.stdout, re.MULTILINE)
     assert len(unchecked) == 1
     assert "losses outside of the model that mix samples" in unchecked[0]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_without_make_private_the_sampling_is_unknown(mode: str) -> None:
+    ran = doctor("by_hand", mode)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
+    assert max(deviations(ran.stdout).values()) < 1e-5
+    assert re.search(
+        rf"^grad_sample_mode='{mode}' clips exactly in 2 logical steps, .*; "
+        r"not checked: whether the batches are drawn as the accountant assumes\.$",
+        ran.stdout,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.parametrize("mode", ["hooks", "flash_clip"])
@@ -152,6 +171,22 @@ def test_what_the_steps_were() -> None:
                 "100% of the samples are clipped to 1000, and 0% would be without the factor",
             ],
         ),
+        ("scaled_all", "hooks", ["100% of the samples are clipped to 1e-09, and 100% would be without the factor"]),
+        # samples that are not those of the accountant
+        *(
+            (case, mode, ["do not come from the loader that make_private returned: epsilon does not hold"])
+            for case, mode in (
+                ("original_loader", "hooks"),
+                ("original_loader", "ghost"),
+                ("original_loader_augmented", "flash_clip"),
+                ("zipped", "hooks"),
+                ("without_loader", "hooks"),
+            )
+        ),
+        *(
+            (case, "hooks", ["several steps with the same batch, but epsilon is that of a new one in each step."])
+            for case in ("fixed_batch", "fixed_in_loop", "fixed_augmented")
+        ),
         (
             "schedulers",
             "ghost",
@@ -227,6 +262,8 @@ def test_a_factor_of_the_script_is_a_note() -> None:
         ("late_scheduler", ["not checked: schedulers of noise or clipping that did not act"]),
         ("flattened", ["not checked: the clipped sum: an output has the shape [30] for 8 samples"]),
         ("changed_outside", ["not checked: what has changed head.bias outside of the optimizer's step"]),
+        ("other_loader", ["the script trains on others than those of its loader."]),
+        ("zipped_and_changed", ["the script draws from other loaders, too, and changes the batches"]),
         ("compiled", ["not checked: compiled code: torch.compile is off during the check."]),
     ],
 )
@@ -235,6 +272,7 @@ def test_what_was_not_checked_is_said(case: str, lines: list[str]) -> None:
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
     for line in lines:
         assert line in ran.stdout
+    assert "exactly:" not in ran.stdout
 
 
 def test_a_defect_before_the_script_ends_counts() -> None:

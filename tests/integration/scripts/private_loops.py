@@ -34,6 +34,39 @@ def poisson(mode: str) -> None:
     train(*private(mode, poisson_sampling=True))
 
 
+def augmented(mode: str) -> None:
+    """Inputs that no longer are the loader's, and an evaluation loader before."""
+    made = private(mode, poisson_sampling=True)
+    next(iter(data()))
+    train(*made[:3], ((x.flip(3) + torch.randn_like(x), y) for x, y in made[3]))
+
+
+def transformed(mode: str) -> None:
+    """Batches of another form, and a transform that keeps the values."""
+    made = private(mode, poisson_sampling=True)
+    train(*made[:3], ((x.double()[:, [2, 1, 0]].float(), y) for x, y in made[3]))
+
+
+def workers(mode: str) -> None:
+    """Worker processes draw ahead of the steps."""
+    loader = DataLoader(data().dataset, batch_size=BATCH, num_workers=2)
+    train(*private(mode, poisson_sampling=True, data_loader=loader))
+
+
+def micro_batches(mode: str) -> None:
+    """Each batch of the loader is split, and two backwards make one step."""
+    made = private(mode)
+    train(*made[:3], (part for x, y in made[3] for part in zip(x.split(4), y.split(4), strict=True)), every=2)
+
+
+def accelerated(mode: str) -> None:
+    """Accelerate's loader, which draws one batch ahead."""
+    from accelerate.data_loader import prepare_data_loader
+
+    *made, loader = private(mode, poisson_sampling=True)
+    train(*made, prepare_data_loader(loader, num_processes=1, process_index=0))
+
+
 def empty(mode: str) -> None:
     """Logical batches of one sample on average: some are empty."""
     train(*private(mode, poisson_sampling=True, data_loader=data(1)))

@@ -208,6 +208,71 @@ def other_update(mode: str) -> None:
     train(*made)
 
 
+def original_loader(mode: str) -> None:
+    """Trains on the loader that was given to make_private."""
+    loader = data()
+    train(*private(mode, poisson_sampling=True, data_loader=loader)[:3], loader)
+
+
+def original_loader_augmented(mode: str) -> None:
+    loader = data()
+    made = private(mode, poisson_sampling=True, data_loader=loader)
+    train(*made[:3], ((x + torch.randn_like(x), y) for x, y in loader))
+
+
+def fixed_batch(mode: str) -> None:
+    made = private(mode, poisson_sampling=True)
+    train(*made[:3], [next(iter(made[3]))] * 3)
+
+
+def fixed_in_loop(mode: str) -> None:
+    """New batches are drawn, and the first one is used."""
+    made = private(mode, poisson_sampling=True)
+    batches = list(made[3])[:3]
+    train(*made[:3], (batches[0] for _ in batches))
+
+
+def fixed_augmented(mode: str) -> None:
+    made = private(mode, poisson_sampling=True)
+    x, y = next(iter(made[3]))
+    train(*made[:3], ((x + torch.randn_like(x), y) for _ in range(3)))
+
+
+def without_loader(mode: str) -> None:
+    made = private(mode, poisson_sampling=True)
+    x, y = made[3].dataset.tensors
+    train(*made[:3], ((x[i::8], y[i::8]) for i in range(8)))
+
+
+def zipped(mode: str) -> None:
+    """Both loaders are drawn from."""
+    loader = data()
+    made = private(mode, poisson_sampling=True, data_loader=loader)
+    train(*made[:3], (batch for batch, _ in zip(loader, made[3], strict=False)))
+
+
+def other_loader(mode: str) -> None:
+    """Evaluation data, without Poisson sampling."""
+    train(*private(mode)[:3], data())
+
+
+def zipped_and_changed(mode: str) -> None:
+    loader = data()
+    made = private(mode, poisson_sampling=True, data_loader=loader)
+    train(*made[:3], ((x + 1, y) for (x, y), _ in zip(loader, made[3], strict=False)))
+
+
+def scaled_all(mode: str) -> None:
+    """All samples are clipped with and without GradScaler."""
+    model, optimizer, criterion, loader = private(mode, max_grad_norm=1e-9)
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in loader:
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
 # --- ends early ---
 def interrupted(mode: str) -> None:
     train(*private(mode), after=lambda i: os.kill(os.getpid(), signal.SIGINT))
