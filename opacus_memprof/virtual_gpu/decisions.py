@@ -173,7 +173,9 @@ def _filled(statement: ast.stmt) -> Iterator[str]:
     for call in (node for part in _expressions(statement) for node in ast.walk(part) if isinstance(node, ast.Call)):
         position = _FILLS.get(_name(call.func).removeprefix("."), -1)
         if 0 <= position < len(call.args):
-            yield _name(call.args[position])
+            given = call.args[position]
+            parts = (given.body, given.orelse) if isinstance(given, ast.IfExp) else (given,)  # None on other ranks
+            yield from filter(None, map(_name, parts))
 
 
 def _covers(node: ast.AST, line: int) -> bool:
@@ -319,4 +321,4 @@ def _decide(node: ast.AST, has: Has, near: bool) -> bool:
 def _is_harmless(call: ast.Call) -> bool:
     """Returns whether a function hands on, shows or keeps a value: also a class, and what says so by its name."""
     name = _name(call.func).removeprefix(".")
-    return name in _HARMLESS or name[:1].isupper() or not _SHOWS.isdisjoint(name.split("_"))
+    return name in _HARMLESS or name in _FILLS or name[:1].isupper() or not _SHOWS.isdisjoint(name.split("_"))

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from opacus_memprof.virtual_gpu import no_weights
 from tests.warm_python import ENVIRONMENT, interpreter
 
 PROGRAM = Path(__file__).parent / "scripts" / "virtual_values.py"
@@ -231,3 +233,78 @@ def test_gpt2_learns_and_writes() -> None:
     assert found["losses"][-1] < 0.5 * found["losses"][0]
     assert found["tokens"][0][:6] == [3, 4, 5, 6, 7, 3]
     assert found["reads"] == []
+
+
+TTIR = """tt.func public @kernel(%table: !tt.ptr<i64> loc(#a), %in: !tt.ptr<f32>, %out: !tt.ptr<f32>, %n: i32) {{
+  %c0 = arith.constant 0 : i32
+  {}
+  tt.return
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "written"),
+    [
+        (["%x = tt.load %in", "%p = tt.addptr %out, %n", "tt.store %p, %x"], {2, 3}),
+        (["%x = tt.load %table", "%p = tt.addptr %out, %x", "tt.store %p, %x"], {2}),
+        (["%x = tt.atomic_rmw fadd, acq_rel, gpu, %in, %c0"], {1}),
+        (['%x = tt.elementwise_inline_asm "st" %out, %c0 : !tt.ptr<f32>, i32 -> i32'], {2}),
+        (
+            ["%p = scf.if %c0 -> (!tt.ptr) {", "scf.yield %in", "} else {", "scf.yield %out", "}", "tt.store %p, %c0"],
+            {1, 2},
+        ),
+        (["%p = scf.for %i = %c0 to %c0 iter_args(%q = %in) {", "tt.store %q, %c0", "scf.yield %out", "}"], {1, 2}),
+        (["%x = tt.call @other(%out)"], None),
+        (["cf.br ^bb1(%out : !tt.ptr<f32>)"], None),
+    ],
+)
+def test_what_a_kernel_writes_is_what_it_stores_through(lines: list[str], written: set[int] | None) -> None:
+    from opacus_memprof.virtual_gpu.values import written_parameters
+
+    assert written_parameters(TTIR.format("\n  ".join(lines))) == written
+
+
+def test_large_parameters_stay_unwritten_and_small_ones_do_not() -> None:
+    small, large = torch.zeros(2**18), torch.zeros(2**18 + 1)  # of a MiB, and of more
+    with no_weights.UnwrittenTensors():
+        for each in (small, large):
+            each.fill_(3)
+        large.resize_(2**19)
+        like = torch.ones_like(torch.empty(2**20, device="meta"))
+        assert ((torch.arange(2**18) << 1)[:3] == torch.tensor([0, 2, 4])).all()  # is not in place
+    assert (small == 3).all()
+    assert large.shape == (2**19,)
+    assert not large[: 2**18].any()
+    assert like.device.type == "meta"
+
+
+def test_a_model_without_weights_has_the_dtype_that_is_asked_for() -> None:
+    half, none = SimpleNamespace(dtype=torch.float16), SimpleNamespace()
+    asked = [(half, None), (half, "auto"), (half, torch.bfloat16), (none, None), (none, "auto")]
+    assert [no_weights._dtype(*each) for each in asked] == [
+        *[torch.float16] * 2,
+        torch.bfloat16,
+        *[torch.float32] * 2,
+    ]
+
+
+def test_transformers_says_again_what_it_said_before() -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    with no_weights._quiet():
+        assert logging.get_verbosity() == logging.ERROR
+    assert logging.get_verbosity() == logging.INFO
+    logging.set_verbosity(before)
+
+
+def test_weights_that_a_program_gives_itself_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedModel
+
+    load = classmethod(lambda cls, path, config=None, **options: (path, options))
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
+    no_weights.patch_from_pretrained()
+    for path, options in (("gpt2", {"state_dict": {"a": 1}}), (None, {"dtype": "auto"})):
+        assert PreTrainedModel.from_pretrained(path, **options) == (path, options)

@@ -272,6 +272,7 @@ def test_a_virtual_gpu_that_cannot_be_is_explained(machine: Machine) -> None:
     [
         ("", None),
         ("print('it is not Linux: use one'); raise SystemExit(2)", ("it is not Linux: use one", True)),
+        ("raise SystemExit(2)", ("a trial ended with exit code 2", False)),
         ("1 / 0", ("a trial ended with exit code 1 (ZeroDivisionError: division by zero)", False)),
         ("import os; os.abort()", ("a trial ended with exit code -6", False)),
     ],

@@ -4,7 +4,9 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +80,31 @@ def test_which_kernels_run_on_what(
     warnings = describe._kernel_warnings(fake)
     assert len(warnings) == (not runs)
     assert runs or f"(compute capability {capability[0]}.{capability[1]})" in warnings[0]
+
+
+@dataclass(frozen=True)
+class Use:
+    """As virtual_gpu.values has it, which needs the extension."""
+
+    operation: str
+    line: str
+    count: int
+    frames: tuple[int, ...] = ()
+
+
+def test_a_run_has_the_uses_since_its_beginning_added_up_by_line() -> None:
+    earlier: Any = describe._Counts([Use("item", "a.py:1", 2)], [], {"fft": 3}, {"cudaFoo": 1})
+    uses = [Use("item", "a.py:1", 2), Use("item", "a.py:2", 3, (1,)), Use("item", "a.py:2", 4, (2,))]
+    now: Any = describe._Counts(uses, [], {"fft": 3, "svd": 1}, {"cudaFoo": 2})
+    counts = now.since(earlier)
+    assert (counts.unknown_reads, counts.not_computed, counts.default_answers) == (uses[1:], {"svd": 1}, {"cudaFoo": 1})
+    assert [(use.operation, use.line, use.count) for use in describe._by_line(counts.unknown_reads)] == [
+        ("item", "a.py:2", 7)
+    ]
+
+
+def test_each_line_is_told_how_often_and_the_rest_is_added_up() -> None:
+    uses: Any = [Use("ranks: item", "a.py:1", 1), Use("item", "", 2), *(Use("item", f"b.py:{n}", 5) for n in range(21))]
+    said = describe._sentences(uses, "read")
+    assert said[:2] == ["item at a.py:1 read", "item in backward, 2 times, read"]
+    assert said[20:] == ["15 more operations of 3 lines read"]
