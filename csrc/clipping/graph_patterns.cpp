@@ -67,20 +67,29 @@ std::vector<std::int64_t> graph_patterns(const std::vector<at::Tensor>& outputs,
   std::vector<std::uint64_t> operations(nodes.size());
   std::transform(nodes.begin(), nodes.end(), operations.begin(),
                  [batch](const Node* node) { return hash_of_operation(*node, batch); });
-  std::vector<std::uint64_t> hashes = operations;
-  std::vector<std::uint64_t> next(nodes.size());
-  for (int depth = 0; depth < kDepth; ++depth) {
-    for (std::size_t i = 0; i < nodes.size(); ++i) {
-      next[i] = operations[i];
-      for (const auto& edge : nodes[i]->next_edges()) {
-        const auto place = places.find(edge.function.get());
-        const bool leads_on = place != places.end();
-        next[i] = mix(next[i], leads_on ? hashes[place->second] : 0);
-        next[i] = mix(next[i], leads_on ? edge.input_nr : 0);
-      }
+  struct Edge {
+    std::size_t from, to;  // `to` is nodes.size() if it leads on to no node
+    std::uint64_t input;
+  };
+  std::vector<Edge> edges;  // by `from`
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    for (const auto& edge : nodes[i]->next_edges()) {
+      const auto place = places.find(edge.function.get());
+      const bool leads_on = place != places.end();
+      edges.push_back({i, leads_on ? place->second : nodes.size(), leads_on ? edge.input_nr : 0});
     }
+  }
+  std::vector<std::uint64_t> hashes = operations;
+  hashes.push_back(0);  // of what an edge to no node leads to
+  std::vector<std::uint64_t> next;
+  for (int depth = 0; depth < kDepth; ++depth) {
+    next = operations;
+    next.push_back(0);
+    for (const Edge& edge : edges)
+      next[edge.from] = mix(mix(next[edge.from], hashes[edge.to]), edge.input);
     hashes.swap(next);
   }
+  hashes.pop_back();
   std::vector<std::int64_t> patterns(hashes.begin(), hashes.end());
   std::sort(patterns.begin(), patterns.end());
   patterns.erase(std::unique(patterns.begin(), patterns.end()), patterns.end());

@@ -8,6 +8,7 @@
 #include "clipping/convolution.h"
 #include "clipping/gradient_tap.h"
 #include "clipping/graph_patterns.h"
+#include "clipping/module_hook.h"
 #include "clipping/operation_log.h"
 #include "clipping/stacks.h"
 #include "clipping/step.h"
@@ -42,7 +43,13 @@ PYBIND11_MODULE(_clipping, module) {
                return std::make_pair(std::move(table), programs);
              });
   module.def("draw_normal", &clipping::draw_normal);
+  module.def("add_and_divide", &clipping::add_and_divide);
+  module.def("norms_cpu", &clipping::norms_cpu);
   module.def("squared_norms_cpu", &clipping::squared_norms_cpu);
   module.def("layer_norm_gradients_cpu", &clipping::layer_norm_gradients_cpu);
+  module.def("embedding_squared_norms_cpu", &clipping::embedding_squared_norms_cpu);
+  module.def("linear_gradients_cpu", &clipping::linear_gradients_cpu);
   module.def("weighted_sums_cpu", &clipping::weighted_sums_cpu);
+  clipping::add_module_hook(module);
+  module.def("hash_of_shapes", &clipping::hash_of_shapes);
 }

@@ -2,7 +2,9 @@
 #include "clipping/stacks.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -10,6 +12,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -19,6 +23,8 @@
 namespace opacus_memprof::clipping {
 
 namespace {
+
+constexpr std::int64_t kMostOfOneThread = 1 << 16;  // numbers; torch shares more among threads
 
 // Returns the sum of function(number) over all numbers.
 template <typename T, typename Function>
@@ -38,11 +44,10 @@ double sum_of(std::span<const T> numbers, const Function& function) {
 
 double square(double number) { return number * number; }
 
+// The sum of factors[n] times the n-th row of `size` numbers.
 template <typename T>
-void find_weighted_sum(const at::Tensor& stack, std::span<const T> factors, T* total) {
+void find_weighted_sum(const T* numbers, std::size_t size, std::span<const T> factors, T* total) {
   constexpr std::size_t kBlock = 512;  // numbers that are added up in the cache
-  const T* const numbers = stack.const_data_ptr<T>();
-  const auto size = static_cast<std::size_t>(c10::multiply_integers(stack.sizes().slice(1)));
   for (std::size_t start = 0; start < size; start += kBlock) {
     std::array<double, kBlock> sums{};
     const std::size_t count = std::min(kBlock, size - start);
@@ -115,6 +120,24 @@ at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks) {
   return found;
 }
 
+at::Tensor norms_cpu(const std::vector<at::Tensor>& tensors) {
+  at::Tensor found = at::empty({static_cast<std::int64_t>(tensors.size())}, at::kDouble);
+  auto* next = found.mutable_data_ptr<double>();
+  for (const at::Tensor& each : tensors) {
+    TORCH_CHECK(is_on_cpu(each, each.scalar_type()), "tensors must be contiguous, on the CPU");
+    if (each.numel() > kMostOfOneThread) {
+      *next++ = at::linalg_vector_norm(each).item<double>();
+      continue;
+    }
+    AT_DISPATCH_FLOATING_TYPES(each.scalar_type(), "norms_cpu", [&] {
+      const std::span<const scalar_t> numbers(each.const_data_ptr<scalar_t>(),
+                                              static_cast<std::size_t>(each.numel()));
+      *next++ = std::sqrt(sum_of<scalar_t>(numbers, square));
+    });
+  }
+  return found;
+}
+
 std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
                                           const at::Tensor& factors, at::ScalarType dtype) {
   const std::int64_t samples = check_stacks(stacks);
@@ -127,7 +150,9 @@ std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
     const std::span<const scalar_t> weights(factors.const_data_ptr<scalar_t>(),
                                             static_cast<std::size_t>(factors.numel()));
     for (std::size_t i = 0; i < stacks.size(); ++i)
-      find_weighted_sum(stacks[i], weights, totals[i].mutable_data_ptr<scalar_t>());
+      find_weighted_sum(stacks[i].const_data_ptr<scalar_t>(),
+                        static_cast<std::size_t>(totals[i].numel()), weights,
+                        totals[i].mutable_data_ptr<scalar_t>());
   });
   if (dtype != own) {
     for (at::Tensor& total : totals) total = total.to(dtype);
@@ -160,6 +185,63 @@ std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& inp
     }
   });
   return {of_weight, of_bias};
+}
+
+std::pair<at::Tensor, std::optional<at::Tensor>> linear_gradients_cpu(
+    const at::Tensor& left, const at::Tensor& right, const std::optional<at::Tensor>& gradient) {
+  at::Tensor of_weight = at::bmm(left.mT(), right);
+  if (!gradient) return {std::move(of_weight), std::nullopt};
+  TORCH_CHECK(gradient->dim() == 3 && is_on_cpu(*gradient, gradient->scalar_type()),
+              "the gradient must be a contiguous CPU tensor [samples, tokens, features]");
+  at::Tensor of_bias = at::empty({gradient->size(0), gradient->size(2)}, gradient->options());
+  AT_DISPATCH_FLOATING_TYPES(gradient->scalar_type(), "linear_gradients_cpu", [&] {
+    const auto features = static_cast<std::size_t>(gradient->size(2));
+    const std::vector<scalar_t> ones(static_cast<std::size_t>(gradient->size(1)), scalar_t{1});
+    const auto* sample = gradient->const_data_ptr<scalar_t>();
+    auto* total = of_bias.mutable_data_ptr<scalar_t>();
+    for (std::int64_t n = 0; n < gradient->size(0); ++n) {
+      find_weighted_sum<scalar_t>(sample, features, ones, total);
+      sample += ones.size() * features;
+      total += features;
+    }
+  });
+  return {std::move(of_weight), std::move(of_bias)};
+}
+
+at::Tensor embedding_squared_norms_cpu(const at::Tensor& indices, const at::Tensor& gradient,
+                                       const std::optional<std::int64_t>& padding) {
+  TORCH_CHECK(indices.dim() == 2 && is_on_cpu(indices, at::kLong) && gradient.dim() == 3 &&
+                  is_on_cpu(gradient, gradient.scalar_type()) &&
+                  indices.sizes() == gradient.sizes().slice(0, 2),
+              "indices and gradient must be contiguous CPU tensors [samples, tokens] and [samples, "
+              "tokens, features]");
+  const auto tokens = static_cast<std::size_t>(indices.size(1));
+  const auto features = static_cast<std::size_t>(gradient.size(2));
+  at::Tensor found = at::empty({indices.size(0)}, gradient.options());
+  AT_DISPATCH_FLOATING_TYPES(gradient.scalar_type(), "embedding_squared_norms_cpu", [&] {
+    const std::int64_t* own = indices.const_data_ptr<std::int64_t>();
+    const auto* rows = gradient.const_data_ptr<scalar_t>();
+    auto* norms = found.mutable_data_ptr<scalar_t>();
+    std::vector<std::size_t> order(tokens);
+    std::vector<double> sum(features);  // of the gradients at equal indices
+    for (std::int64_t n = 0; n < indices.size(0); ++n) {
+      std::iota(order.begin(), order.end(), std::size_t{0});
+      std::ranges::sort(order, {}, [own](std::size_t token) { return own[token]; });
+      double total = 0;
+      for (std::size_t i = 0; i < tokens; ++i) {
+        if (own[order[i]] == padding) continue;
+        const scalar_t* const row = rows + order[i] * features;
+        for (std::size_t j = 0; j < features; ++j) sum[j] += static_cast<double>(row[j]);
+        if (i + 1 < tokens && own[order[i + 1]] == own[order[i]]) continue;
+        total += sum_of<double>(sum, square);
+        std::ranges::fill(sum, 0);
+      }
+      norms[n] = static_cast<scalar_t>(total);
+      own += tokens;
+      rows += tokens * features;
+    }
+  });
+  return found;
 }
 
 }  // namespace opacus_memprof::clipping

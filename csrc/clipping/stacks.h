@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,9 @@ namespace opacus_memprof::clipping {
 // Returns the squared norms of every stack[n], [stacks, N], in the dtype of the stacks.
 at::Tensor squared_norms_cpu(const std::vector<at::Tensor>& stacks);
 
+// Returns the norm of each tensor, [tensors], in float64. They are contiguous.
+at::Tensor norms_cpu(const std::vector<at::Tensor>& tensors);
+
 // Returns the sum of factors[n] stack[n] for each stack, in `dtype`. `factors` has the dtype of the
 // stacks.
 std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
@@ -26,5 +31,17 @@ std::vector<at::Tensor> weighted_sums_cpu(const std::vector<at::Tensor>& stacks,
 // input and the gradient of its output, [N, T, features], both contiguous.
 std::pair<at::Tensor, at::Tensor> layer_norm_gradients_cpu(const at::Tensor& input,
                                                            const at::Tensor& gradient, double eps);
+
+// Returns left[n]^T right[n] for [N, T, rows] and [N, T, columns], which are the per-sample
+// gradients of a linear layer's weight, and, where the gradient of its output, [N, T, outputs], is
+// given, those of its bias, [N, outputs].
+std::pair<at::Tensor, std::optional<at::Tensor>> linear_gradients_cpu(
+    const at::Tensor& left, const at::Tensor& right, const std::optional<at::Tensor>& gradient);
+
+// Returns the squared norms, [N], of an embedding's per-sample gradients, from its indices, [N, T]
+// int64, and the gradient of its output, [N, T, features], both contiguous. The row at `padding`
+// has no gradient.
+at::Tensor embedding_squared_norms_cpu(const at::Tensor& indices, const at::Tensor& gradient,
+                                       const std::optional<std::int64_t>& padding);
 
 }  // namespace opacus_memprof::clipping

@@ -2,6 +2,9 @@
 #include "clipping/step.h"
 
 #include <ATen/Context.h>
+#include <ATen/Dispatch.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -106,6 +109,15 @@ at::Tensor sum_outer_product(const Pair& pair, const at::Tensor& factors) {
   const at::Tensor low = own.sub_(high).to(at::kBFloat16);
   own.reset();
   return product(high, other, at::kFloat).add_(product(low, other, at::kFloat));
+}
+
+// Returns whether a loop over both takes less time than torch needs to begin an operation, or to
+// share it among threads.
+bool are_short(const at::Tensor& x, const at::Tensor& y) {
+  constexpr std::int64_t most = 1 << 16;
+  const bool has_type = x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
+  return has_type && x.is_cpu() && x.is_contiguous() && y.scalar_type() == x.scalar_type() &&
+         y.is_cpu() && y.is_contiguous() && y.sizes() == x.sizes() && x.numel() <= most;
 }
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -280,6 +292,29 @@ std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, d
     drawn.push_back(at::normal(0, std, each.sizes(), generator, each.scalar_type(), at::kStrided,
                                each.device(), /*pin_memory=*/false));
   return drawn;
+}
+
+void add_and_divide(const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& noise,
+                    double divisor) {
+  TORCH_CHECK(sums.size() == noise.size(), "each sum must have its noise");
+  if (std::ranges::none_of(sums, &at::Tensor::is_cpu)) {
+    at::_foreach_add_(sums, noise);
+    if (divisor != 1) at::_foreach_div_(sums, divisor);
+    return;
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    if (!are_short(sums[i], noise[i])) {
+      sums[i].add_(noise[i]);
+      if (divisor != 1) sums[i].div_(divisor);
+      continue;
+    }
+    AT_DISPATCH_FLOATING_TYPES(sums[i].scalar_type(), "add_and_divide", [&] {
+      auto* const totals = sums[i].mutable_data_ptr<scalar_t>();
+      const auto* const numbers = noise[i].const_data_ptr<scalar_t>();
+      const auto by = static_cast<scalar_t>(divisor);
+      for (std::int64_t j = 0; j < sums[i].numel(); ++j) totals[j] = (totals[j] + numbers[j]) / by;
+    });
+  }
 }
 
 }  // namespace opacus_memprof::clipping

@@ -77,4 +77,8 @@ NormalNumbers reserve_normal(const std::vector<at::Tensor>& sums,
 std::vector<at::Tensor> draw_normal(const std::vector<at::Tensor>& references, double std,
                                     const std::optional<at::Generator>& generator);
 
+// Adds its noise, of the same shape, dtype and device, to each sum in place, and divides it.
+void add_and_divide(const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& noise,
+                    double divisor);
+
 }  // namespace opacus_memprof::clipping

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import CallTap, GradientTap, receive_gradient
 from opacus_memprof.clipping.forwards.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
-from opacus_memprof.clipping.forwards.repetition import Call
+from opacus_memprof.clipping.forwards.repetition import Call, is_repeating
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState, expand_over_batch
-from opacus_memprof.clipping.kernels.native import tap_gradient
+from opacus_memprof.clipping.kernels.native import hash_of_shapes, tap_gradient
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.errors import MemprofError
 
@@ -43,11 +43,14 @@ class Running:
         frozen: the parameters that are frozen during the forward.
         random: the initial state of the random number generators, for a GenericLayer that may need it.
         state: the initial state of the module, for a GenericLayer that changes it.
+        kept_bytes: of a PlainLayer on CUDA, what its backward keeps for inputs and outputs with the hash `shapes`.
     """
 
     frozen: list[nn.Parameter]
     random: RandomState | None = None
     state: ModuleState | None = None
+    shapes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass
@@ -68,7 +71,13 @@ class LayerHooks:
         trace: the layers in the order in which that forward has called them; None for layers that no proof covers.
         kept_bytes: CUDA memory that backward will keep for the deferred weights of the layers that have run since this
             was set to 0.
+        running: the layers whose forward is running.
+        receive: what backward calls at the output of a layer.
+        is_repeating: whether this thread repeats a forward.
     """
+
+    receive: ClassVar[Callable[..., None]] = staticmethod(receive_gradient)
+    is_repeating: ClassVar[Callable[[], bool]] = staticmethod(is_repeating)
 
     bookkeeping: Bookkeeping
     batch: int = 0
@@ -81,7 +90,7 @@ class LayerHooks:
     forward: int = 0
     trace: list[Layer | None] = field(default_factory=list)
     kept_bytes: int = 0
-    _running: dict[Layer, Running] = field(default_factory=dict)
+    running: dict[Layer, Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     @contextmanager
@@ -99,7 +108,7 @@ class LayerHooks:
         """Freezes the layer's parameters. Returns new (args, kwargs) if autocast casts the input."""
         if self.is_probing:
             _refuse_functional_calls(layer)
-        running = self._running[layer] = Running(_freeze(layer))
+        running = self.running[layer] = Running(_freeze(layer))
         if isinstance(layer, GenericLayer):
             if layer.way == "whole" or self.observe is not None:
                 running.random = RandomState.now(layer.device())
@@ -121,18 +130,15 @@ class LayerHooks:
 
         Also called if the forward raises; `output` is then None. Returns None if the output stays as it is.
         """
-        running = self._running.pop(layer, None)
+        running = self.running.pop(layer, None)
         if running is None:
             return None
         if isinstance(layer, GenericLayer):
             end_freezing_in_checkpoints()
-        _unfreeze(running.frozen)
-        return None if output is None else self.after_frozen(layer, args, kwargs, output, running)
-
-    def after_frozen(
-        self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
-    ) -> Any:
-        """Does the work of `after` once the parameters are trainable again."""
+        for parameter in running.frozen:
+            parameter.requires_grad = True
+        if output is None:
+            return None
         self.trace.append(layer)
         if isinstance(layer, GenericLayer):
             return self._after_generic(layer, args, kwargs, output, running)
@@ -161,7 +167,8 @@ class LayerHooks:
                 "one thread at a time."
             )
         if output.is_cuda:
-            self.kept_bytes += layer.kept_bytes(x, output)
+            running.shapes, running.kept_bytes = hash_of_shapes(x, output), layer.kept_bytes(x, output)
+            self.kept_bytes += running.kept_bytes
         return self.tap(layer, x, output, where)
 
     def tap(self, layer: Layer, x: torch.Tensor, output: torch.Tensor, where: Arrangement | None) -> torch.Tensor:
@@ -176,7 +183,7 @@ class LayerHooks:
             constant = None if saved_input is None else saved_input.detach()  # it gets no gradient
             tapped: torch.Tensor = GradientTap.apply(output, anchor, constant, call)
             return tapped
-        return tap_gradient(output, anchor, saved_input, receive_gradient, call)
+        return tap_gradient(output, anchor, saved_input, self.receive, call)
 
     def _after_generic(
         self, layer: GenericLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, running: Running
@@ -247,60 +254,26 @@ class LayerHooks:
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
 
 
+@dataclass(slots=True)
 class PlainLayer:
-    """The hooks of a layer whose first input and output have one row for each sample, as in most layers.
+    """A layer whose first input and output have one row for each sample, as in most layers.
 
-    They skip the checks for other layers, which would take the host longer than the kernels of a small layer.
+    Where it gets one input, ModuleHook does in C++ what `LayerHooks.before` and `LayerHooks.after` do: in Python, that
+    would take the host longer than the kernels of a small layer.
+
+    Attributes:
+        layer: the layer.
+        least_dimensions: the least number of dimensions of its input.
+        running: its entry in `LayerHooks.running` while ModuleHook runs it.
     """
 
-    __slots__ = ("_frozen", "_hooks", "_kept_bytes", "_least_dimensions", "_shapes", "layer")
-
-    def __init__(self, layer: Layer, hooks: LayerHooks) -> None:
-        self.layer = layer
-        self._hooks = hooks
-        self._least_dimensions = layer.min_dimensions()
-        self._frozen: list[nn.Parameter] | None = None
-        self._shapes: object = None  # shapes of the last input and output, for which backward keeps _kept_bytes
-        self._kept_bytes = 0
-
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Freezes the layer's parameters. Returns False, without freezing them, if `LayerHooks.before` has to do it."""
-        if len(args) != 1 or kwargs or torch._C._is_any_autocast_enabled():
-            return False
-        x = args[0]
-        if not isinstance(x, torch.Tensor) or x.dim() < self._least_dimensions:
-            return False
-        self._frozen = _freeze(self.layer)
-        return True
-
-    @property
-    def is_running(self) -> bool:
-        """Whether `before` has frozen parameters."""
-        return self._frozen is not None
-
-    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Does the same as `LayerHooks.after`."""
-        frozen, self._frozen = self._frozen, None
-        assert frozen is not None
-        _unfreeze(frozen)
-        if output is None:
-            return None
-        layer, hooks = self.layer, self._hooks
-        if not isinstance(output, torch.Tensor) or not output.dim() or output.shape[0] != hooks.batch:
-            return hooks.after_frozen(layer, args, kwargs, output, Running(frozen))
-        hooks.trace.append(layer)
-        if not torch.is_grad_enabled():
-            return None
-        x = args[0]
-        shapes = (x.shape, output.shape, x.dtype, output.dtype)
-        if shapes != self._shapes:
-            self._shapes, self._kept_bytes = shapes, layer.kept_bytes(x, output) if output.is_cuda else 0
-        hooks.kept_bytes += self._kept_bytes
-        return hooks.tap(layer, x, output, None)
+    layer: Layer
+    least_dimensions: int
+    running: Running
 
 
 def plain_layers(
-    at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout], hooks: LayerHooks
+    at: Mapping[nn.Module, Sequence[Layer]], layouts: Mapping[Layer, Layout]
 ) -> dict[nn.Module, PlainLayer]:
     """Returns the PlainLayers of a model by module. `layouts` has the batch dimensions of other layers."""
 
@@ -310,7 +283,8 @@ def plain_layers(
         where = layouts[layer].inputs[0] if layer in layouts else PLAIN
         return where is not None and where.dim == 0
 
-    return {m: PlainLayer(layers[0], hooks) for m, layers in at.items() if len(layers) == 1 and is_plain(layers[0])}
+    plain = {m: layers[0] for m, layers in at.items() if len(layers) == 1 and is_plain(layers[0])}
+    return {m: PlainLayer(layer, layer.min_dimensions(), Running([])) for m, layer in plain.items()}
 
 
 def first_input(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
@@ -344,11 +318,6 @@ def _freeze(layer: Layer) -> list[nn.Parameter]:
     for parameter in frozen:
         parameter.requires_grad = False
     return frozen
-
-
-def _unfreeze(frozen: list[nn.Parameter]) -> None:
-    for parameter in frozen:
-        parameter.requires_grad = True
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:

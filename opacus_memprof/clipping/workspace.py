@@ -86,6 +86,7 @@ def batches(items: Iterable[T], most: int, bytes_of: Callable[[T], int]) -> Iter
         yield batch
 
 
+@functools.cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which norms and sums of `dtype` accumulate: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -96,6 +97,7 @@ def is_low_precision(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
+@functools.cache
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the clipped sum of a parameter of `dtype`, which is rounded only after noise is added.
 

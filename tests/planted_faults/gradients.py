@@ -201,6 +201,22 @@ FAULTS = [
         programs("kind_layer_norm_eps_unchecked"),
     ),
     Fault(
+        "small_transposed_linear_layers_are_not_transposed",
+        "layers/linear.py",
+        "linear_gradients_cpu(*self.outer(x, g), ",
+        "linear_gradients_cpu(g, x, ",
+        "The gradients of small Conv1D layers of transformers are those of a linear layer.",
+        unit("clipping_keep_functions::the_same_is_kept"),
+    ),
+    Fault(
+        "small_embeddings_ignore_padding",
+        "layers/embedding.py",
+        "width), self.module.padding_idx)",
+        "width), None)",
+        "The norms of small embeddings include the row of the padding.",
+        unit(_LAYER),
+    ),
+    Fault(
         "rms_norm_eps",
         "layers/normalization.py",
         "functional.rms_norm(x, list(self.module.normalized_shape), eps=self.module.eps)",

@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "noise_is_added_twice",
         "kernels/sums.py",
-        "torch._foreach_add_(batch, drawn)",
-        "torch._foreach_add_(batch, drawn, alpha=2)",
+        "native.add_and_divide(batch, drawn, divisor)",
+        "native.add_and_divide(batch, [2 * each for each in drawn], divisor)",
         "The same noise is added twice.",
         unit("clipping_noise::sums_with_noise_are_divided"),
     ),
@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "noise_is_not_divided",
         "kernels/sums.py",
-        "        del drawn  # before the next noise is drawn\n        divide(batch, divisor)\n",
-        "        del drawn  # before the next noise is drawn\n",
+        "native.add_and_divide(batch, drawn, divisor)",
+        "native.add_and_divide(batch, drawn, 1)",
         "A step with a mean loss is not divided by the batch size.",
         unit("clipping_noise::sums_with_noise_are_divided"),
     ),

@@ -12,6 +12,7 @@ from torch import nn
 from opacus_memprof.clipping.kernels import norms
 from opacus_memprof.clipping.layers import KeptTensors, Layer, convolution, layer_for, linear, normalization
 from opacus_memprof.clipping.workspace import Workspace
+from tests.unit.test_clipping_recognition import Transposed
 
 WORKSPACE = Workspace.from_mib(64)
 Build = Callable[[], nn.Module]
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[Build, tuple[int, ...]]] = {  # module, and its input's s
     "gradient of one sample": (lambda: nn.Linear(6, 5), (1, 9, 6)),
     "gradient, no bias": (lambda: nn.Linear(6, 5, bias=False), (1, 9, 6)),
     "gradient of many dimensions": (lambda: nn.Linear(6, 5), (4, 3, 4, 6)),
+    "gradient of a transposed weight": (lambda: Transposed(6, 5), (4, 9, 6)),
     "pointwise convolution": (lambda: nn.Conv2d(6, 5, 1), (4, 6, 2, 1)),
     "convolution": (lambda: nn.Conv2d(3, 4, 3, padding=1), (4, 3, 6, 5)),
     "convolution with strides and groups": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False), (4, 4, 6, 7)),

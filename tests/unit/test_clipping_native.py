@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What flash_clip does in C++: the node on a layer's output, and the step's small tensors."""
 
+import copy
+import gc
 import importlib
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +85,93 @@ def test_gradients_of_a_layer_norm(shape: tuple[int, int, int], dtype: torch.dty
         for own, parameter in zip(found, (norm.weight, norm.bias), strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(own, parameter.grad.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_of_a_small_linear_layer(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(3, 7, 5, dtype=dtype), torch.randn(3, 7, 4, dtype=dtype)
+    of_weight, of_bias = native.linear_gradients_cpu(g, x, g if has_bias else None)
+    assert (of_bias is not None) == has_bias
+    for n in range(3):
+        linear = nn.Linear(5, 4, dtype=torch.float64)
+        linear(x[n].double()).backward(g[n].double())
+        for own, parameter in zip((of_weight, of_bias), (linear.weight, linear.bias), strict=True):
+            if own is not None:
+                assert parameter.grad is not None
+                torch.testing.assert_close(own[n], parameter.grad.to(dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_a_small_embedding(dtype: torch.dtype, padding: int | None) -> None:
+    torch.manual_seed(0)
+    ids, g = torch.randint(0, 4, (5, 9)), torch.randn(5, 9, 3, dtype=dtype)
+    found = native.embedding_squared_norms_cpu(ids, g, padding)
+    for n in range(5):
+        table = nn.Embedding(4, 3, padding_idx=padding, dtype=torch.float64)
+        table(ids[n]).backward(g[n].double())
+        assert table.weight.grad is not None
+        torch.testing.assert_close(found[n], table.weight.grad.square().sum().to(dtype))
+
+
+def test_norms_of_sums_of_all_sizes() -> None:
+    torch.manual_seed(0)
+    sums = [torch.randn(3), torch.randn(2, 40000, dtype=torch.float64), torch.empty(0), torch.tensor(-2.0)]
+    expected = torch.stack([total.double().square().sum().sqrt() for total in sums])
+    torch.testing.assert_close(native.norms_cpu(sums), expected)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_sums_become_those_of_torch(divisor: float) -> None:
+    """To the bit, for short sums, long ones, and those that are neither contiguous nor float32."""
+    torch.manual_seed(0)
+    sums = [torch.randn(5), torch.randn(70000), torch.randn(4, 3).t(), torch.randn(7).bfloat16()]
+    sums.append(torch.randn(6).double())
+    noise = [torch.randn_like(total) for total in sums]
+    expected = [(total + drawn) / divisor for total, drawn in zip(sums, noise, strict=True)]
+    native.add_and_divide(sums, noise, divisor)
+    assert all(map(torch.equal, sums, expected))
+
+
+class Owner:
+    """The attributes of FlashClipHooks that a hook reads outside of layers, and one of its methods."""
+
+    def __init__(self) -> None:
+        self._call: SimpleNamespace | None = None
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _before_entry(self, *args: Any) -> str:
+        self.calls.append(args)
+        return "the method's"
+
+
+def test_a_module_inside_the_running_call_needs_no_python() -> None:
+    owner, inner, entry = Owner(), nn.Identity(), nn.Identity()
+    hook = native.ModuleHook(owner._before_entry)
+    assert hook(inner, (1,), {}) == "the method's"  # no call runs
+    owner._call = SimpleNamespace(entry=entry)
+    assert hook(inner, (2,), {}) is None
+    assert hook(entry, (3,), {}) == "the method's"
+    assert owner.calls == [(inner, (1,), {}), (entry, (3,), {})]
+
+
+def test_hooks_are_copied_with_their_owner_and_freed_with_it() -> None:
+    owner = Owner()
+    owner.__dict__["hook"] = hook = native.ModuleHook(owner._before_entry)
+    copied = copy.deepcopy(owner)
+    copied.__dict__["hook"](nn.Identity(), (), {})
+    assert (len(owner.calls), len(copied.calls)) == (0, 1)
+    freed = weakref.ref(owner)
+    del owner, hook
+    gc.collect()
+    assert freed() is None
+
+
+def test_methods_without_a_hook_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="no ModuleHook"):
+        native.ModuleHook([].append)
 
 
 def test_an_anchor_makes_an_output_require_grad(received: Received) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.kernels.norms import norms_of_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
@@ -122,13 +123,12 @@ class SumCheck:
 
     def add(self, sums: Sequence[torch.Tensor]) -> None:
         """Queues the norms of clipped sums without noise, in the order of the optimizer's parameters."""
-        self._of_sums += torch._foreach_norm(list(sums))
+        self._of_sums.append(norms_of_sums(sums))
 
     def begin(self) -> None:
         """Queues the copy of the norms to the host."""
         norms, self._of_sums = self._of_sums, []
-        device = norms[0].device
-        self._norms = HostCopy(torch.stack([each if each.device == device else each.to(device) for each in norms]))
+        self._norms = HostCopy(torch.cat([each.to(norms[0].device) for each in norms]))
 
     def raise_if_beyond(self, limit: Limit, names: Callable[[], Sequence[str]]) -> float | None:
         """Raises MemprofError, naming a parameter, if the norm of the sums exceeds the limit.

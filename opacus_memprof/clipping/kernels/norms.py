@@ -5,11 +5,12 @@ The operands are `g` of shape [N, rows, T] and `a` of shape [N, T, columns], wit
 @ a[n]`. Results are float32 (float64 for float64) of shape [N].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from opacus_memprof.clipping import cost
+from opacus_memprof.clipping.kernels.native import norms_cpu
 from opacus_memprof.clipping.kernels.norm_bounds import (
     formed_squared_norm,
     has_digits,
@@ -41,6 +42,14 @@ def squared_norms(stack: torch.Tensor) -> torch.Tensor:
         return torch.zeros(stack.shape[0], dtype=dtype, device=stack.device)
     norms: torch.Tensor = torch.linalg.vector_norm(matrix(stack), dim=1, dtype=dtype)
     return norms.square_()
+
+
+def norms_of_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm of each tensor, [tensors], on the device of the first one."""
+    if all(total.is_cpu and total.dtype in CPU_DTYPES and total.is_contiguous() for total in sums):
+        return norms_cpu(sums)
+    norms = torch._foreach_norm(list(sums))
+    return torch.stack([each.to(norms[0].device) for each in norms])
 
 
 _SMALL = 1 << 16  # elements: of a sample on CUDA; of all samples on the CPU, where torch uses several threads for more

@@ -273,9 +273,8 @@ def draw_and_add(
     largest = max((total.nbytes for total in sums), default=0)
     for batch in batches(sums, largest, lambda total: total.nbytes):
         drawn = draw_noise(batch, std, generator, secure_mode)
-        torch._foreach_add_(batch, drawn)
+        native.add_and_divide(batch, drawn, divisor)
         del drawn  # before the next noise is drawn
-        divide(batch, divisor)
 
 
 _SEED_BYTES = 8  # at the beginning of a generator's state

@@ -9,7 +9,9 @@ from torch import nn
 
 from opacus_memprof.clipping import cost
 from opacus_memprof.clipping.cost import Choice, Cost
+from opacus_memprof.clipping.kernels.native import embedding_squared_norms_cpu
 from opacus_memprof.clipping.kernels.norm_bounds import has_digits
+from opacus_memprof.clipping.kernels.norms import is_small
 from opacus_memprof.clipping.layers.base import KeptTensors, Layer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 
@@ -79,6 +81,9 @@ class EmbeddingLayer(Layer):
         remaining = Workspace(workspace.bytes - samples * tokens * (cost.INDEX_BYTES + copied))
         column_bytes = samples * tokens * (dtype.itemsize + cast)
         columns = remaining.fit_at_least_one(column_bytes, width, f"one column of {self.describe()}")
+        if g.is_cpu and is_small(g):
+            own = ids.to(torch.int64).contiguous()
+            return embedding_squared_norms_cpu(own, g.view(len(x), -1, width), self.module.padding_idx)
         for n in slices(len(x), samples):
             rows = g[n].reshape(-1, width)
             slots, padding = self._slots(ids[n])

@@ -8,8 +8,10 @@ is unfolded.
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from opacus_memprof.clipping.cost import Choice, choose
+from opacus_memprof.clipping.kernels.native import linear_gradients_cpu
 from opacus_memprof.clipping.kernels.norms import (
     gradient_squared_norms,
     gram_squared_norms,
@@ -157,6 +159,24 @@ class LinearLayer(MatrixLayer):
             return left.mT, right
         batch, tokens = x.shape[0], x.shape[1:-1].numel()
         return left.reshape(batch, tokens, left.shape[-1]).mT, right.reshape(batch, tokens, right.shape[-1])
+
+    def keep_function(
+        self, kept: KeptTensors, x: torch.Tensor, g: torch.Tensor, workspace: Workspace
+    ) -> KeepFunction | None:
+        own = super().keep_function(kept, x, g, workspace)
+        is_plain = x.dim() == g.dim() == 3 and len(x) > 1 and all(map(is_small, (x, g, *kept.stacks.values())))
+        return self._keep_gradients_cpu if own == self._keep_gradients and g.is_cpu and is_plain else own
+
+    def _keep_gradients_cpu(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Does the same as `_keep_gradients`, for small tensors [B, T, features], in one call into C++."""
+        weight, bias = self.weight(), self.module._parameters.get("bias")
+        has_bias = bias is not None and bias.requires_grad
+        of_weight, of_bias = linear_gradients_cpu(*self.outer(x, g), g if has_bias else None)
+        stacks: dict[nn.Parameter, torch.Tensor] = {}
+        if bias is not None and of_bias is not None:
+            stacks[bias] = of_bias
+        stacks[weight] = of_weight
+        return KeptTensors(dict.fromkeys(stacks), stacks)
 
     def weight_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         shape = self.weight().shape

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from opacus_memprof.clipping.kernels.native import ModuleHook
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.model_state import run_hooks, run_pre_hooks
 from opacus_memprof.errors import MemprofError
@@ -100,16 +101,16 @@ class AttachedHooks:
 
     def _attach_entry(self, module: nn.Module) -> None:
         """Adds entry hooks to a module: one before and one after all hooks that are there."""
-        before = module.register_forward_pre_hook(_untraced(self._before_entry), with_kwargs=True, prepend=True)
-        after = module.register_forward_hook(_untraced(self._after_entry), with_kwargs=True, always_call=True)
+        before = module.register_forward_pre_hook(_hook(self._before_entry), with_kwargs=True, prepend=True)
+        after = module.register_forward_hook(_hook(self._after_entry), with_kwargs=True, always_call=True)
         self._entries[module] = before.id, after.id
         self.handles += [before, after]
 
     def _attach_layer(self, module: nn.Module) -> None:
         """Taps a layer's output before other hooks, of users or of the profiler, can change it."""
-        before = module.register_forward_pre_hook(_untraced(self._before_layer), with_kwargs=True)
+        before = module.register_forward_pre_hook(_hook(self._before_layer), with_kwargs=True)
         tap = module.register_forward_hook(
-            _untraced(self._after_layer), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
+            _hook(self._after_layer), with_kwargs=True, always_call=True, prepend=_is_tapped_first(module)
         )
         self._taps[module] = tap.id
         _hooks_of(module).move_to_end(self._entries[module][1])  # behind a tap that is not the first hook
@@ -155,15 +156,14 @@ def _is_tapped_first(module: nn.Module) -> bool:
     return not (isinstance(module, FSDPModule) and isinstance(module, nn.Embedding))
 
 
-def _untraced(hook: Any) -> Any:
-    """Excludes a bound method from tracing by torch.compile, where a program uses it.
+def _hook(method: Any) -> ModuleHook:
+    """Returns a hook for a method of FlashClipHooks, which torch.compile does not trace where a program uses it.
 
     A hook is not a part of the model's graph. Through it, a tracer would reach the model that it is tracing.
     """
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
-        return hook
-    function = torch.compiler.disable(hook.__func__)  # type: ignore[no-untyped-call]
-    return MethodType(function, hook.__self__)
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        method = MethodType(torch.compiler.disable(method.__func__), method.__self__)  # type: ignore[no-untyped-call]
+    return ModuleHook(method)
 
 
 def refuse_private(model: nn.Module) -> None:

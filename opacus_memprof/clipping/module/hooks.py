@@ -227,9 +227,6 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._active():
             return None
-        plain = self.layer_hooks.plain.get(module)
-        if plain is not None and plain.before(args, kwargs):
-            return None
         changed = None
         for layer in self.registry.at.get(module, ()):
             try:
@@ -242,11 +239,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         # Also called if forward raises (then output is None), so that parameters always become trainable again.
         if self._call is not None and self._call.is_elsewhere():
             return None
-        plain = self.layer_hooks.plain.get(module)
         result = None
         try:
-            if plain is not None and plain.is_running:
-                return plain.after(args, kwargs, output)
             for layer in self.registry.at.get(module, ()):
                 changed = self.layer_hooks.after(layer, args, kwargs, output)
                 if changed is not None:
@@ -302,12 +296,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             call.random = RandomState.now(device_of(call.args, call.kwargs))
             self._begun_with = self._begun_with or call.random
         error: MemprofError | None = None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise MemprofError(
-                "the model is called in a transform of torch.func (vmap, grad, jvp, ...), inside of which flash_clip "
-                "does not see the gradients of its outputs: call the model outside of it."
-            )
         try:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise MemprofError(
+                    "the model is called in a transform of torch.func (vmap, grad, jvp, ...), inside of which "
+                    "flash_clip does not see the gradients of its outputs: call the model outside of it."
+                )
             if self._proofs.joint is not None:
                 self._proofs.joint.reshard()
             self._follow_changes()

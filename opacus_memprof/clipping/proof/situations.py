@@ -248,7 +248,7 @@ class Situations:
     def _situation(self, probe: Probe) -> Situation:
         self.hooks.plain = {}
         layouts = probe.layouts()
-        plain = plain_layers(self.units.at, layouts, self.hooks)
+        plain = plain_layers(self.units.at, layouts)
         self.hooks.layouts, self.hooks.plain = layouts, plain
         return Situation(layouts, plain, probe.wheres)
 
