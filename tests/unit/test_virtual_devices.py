@@ -8,7 +8,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +180,7 @@ def test_a_store_is_as_if_all_ranks_had_done_the_same() -> None:
 def test_the_end_waits_for_two_moments_without_a_thread_and_a_fork_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     states, sleeps = iter([True, False, True, False, False]), list[float]()
     monkeypatch.setattr(process, "_other_threads_run", lambda: next(states))
-    monkeypatch.setattr(time, "sleep", sleeps.append)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=int, sleep=sleeps.append))
     process._wait(os.getpid() + 1)
     assert not sleeps
     process._wait(os.getpid())
