@@ -129,6 +129,9 @@ class LayerHooks:
         """Makes the parameters trainable again, and taps the output.
 
         Also called if the forward raises; `output` is then None. Returns None if the output stays as it is.
+
+        Raises:
+            MemprofError: an input does not have the samples of the batch.
         """
         running = self.running.pop(layer, None)
         if running is None:
