@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from opacus import PrivacyEngine
+from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
@@ -94,6 +95,8 @@ class Follower:
             _around(scheduler, "step", self._scheduler_step)
         _around(torch.amp.GradScaler, "scale", self._scale.on_scaler)
         _around(PrivacyEngine, "_prepare_data_loader", self._deliveries.on_prepare)
+        for accountant in (RDPAccountant, PRVAccountant, GaussianAccountant):
+            _around(accountant, "step", self._deliveries.on_accounted)
         _around(_BaseDataLoaderIter, "__next__", self._deliveries.on_next)
         original = torch.autograd.backward
         torch.autograd.backward = functools.wraps(original)(functools.partial(self._backward, original))
@@ -249,9 +252,11 @@ class Follower:
         followed.waiting = []
         followed.step = step  # add_noise, which is called next, stores into it
         is_ready = False
+        self._in_backward += 1  # flash_clip proves its clipping here, with calls and backward passes of its own
         try:
             is_ready = original(*args, **kwargs)
         finally:
+            self._in_backward -= 1
             if is_ready:
                 followed.clipped = []
             else:
@@ -319,7 +324,7 @@ class Follower:
             check, followed.step, followed.check = followed.check, None, None
             followed.steps += 1
             if check is not None:
-                self._deliveries.check(followed.steps, calls, id(followed))
+                self._deliveries.check(followed.steps, calls, followed.optimizer)
                 with self._pause():
                     followed.left = check.after_update()
                 self._compare_noise(followed, check)

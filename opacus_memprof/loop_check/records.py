@@ -291,10 +291,12 @@ class Delivery:
 
     Attributes:
         is_private: whether the loader is one of make_private, or does Poisson sampling.
+        rate: the rate of Poisson sampling; 0 without.
         used: ids of the optimizers that have made a step with it.
     """
 
     is_private: bool
+    rate: float
     tensors: list[torch.Tensor]
     used: set[int] = field(default_factory=set)
 
@@ -316,6 +318,7 @@ class Deliveries:
         self._drawn = 0  # private batches
         self._recent: deque[Delivery] = deque(maxlen=16)
         self._others = 0  # batches of other loaders since the last step
+        self._accounted: list[tuple[float, float]] = []  # noise multipliers and rates since the last step
 
     def on_prepare(self, original: Any, engine: Any, loader: Any, /, **kwargs: Any) -> Any:
         """Wraps PrivacyEngine's preparation of a data loader."""
@@ -331,16 +334,26 @@ class Deliveries:
             )
         return prepared
 
+    def on_accounted(self, original: Any, accountant: Any, /, **kwargs: float) -> Any:
+        """Wraps the step of an accountant."""
+        self._accounted.append((kwargs["noise_multiplier"], kwargs["sample_rate"]))
+        return original(accountant, **kwargs)
+
     def on_next(self, original: Any, iterator: Any, /) -> Any:
         """Wraps `__next__` of the iterators of data loaders. The batch is kept, not copied."""
         data = original(iterator)
-        is_private = self._is_private(iterator._index_sampler)
+        sampler = self._private_sampler(iterator._index_sampler)
+        is_private = sampler is not None
         self._others = 0 if is_private and not self._drawn else self._others + (not is_private)
         self._drawn += is_private
         leaves = tree_leaves(
             dict(data) if isinstance(data, Mapping) else data
         )  # of any mapping, as those of transformers
-        self._recent.append(Delivery(is_private, [x for x in leaves if isinstance(x, torch.Tensor)]))
+        self._recent.append(
+            Delivery(
+                is_private, getattr(sampler, "sample_rate", 0.0), [x for x in leaves if isinstance(x, torch.Tensor)]
+            )
+        )
         return data
 
     def sources(self, inputs: Any) -> list[Delivery]:
@@ -349,14 +362,15 @@ class Deliveries:
         mine = [x for x in mine if len(x) and bool((x != x.flatten()[0]).any())]  # all masks of ones are equal
         return [each for each in self._recent if any(_is_part(x, y) for y in each.tensors for x in mine)]
 
-    def check(self, steps: int, calls: list["Call"], optimizer: int) -> None:
-        """Checks a step.
+    def check(self, steps: int, calls: list["Call"], optimizer: Any) -> None:
+        """Checks a step, which the accountant has counted.
 
         Args:
             steps: the number of steps of this optimizer, with this one.
             calls: the calls of the step.
-            optimizer: its id.
+            optimizer: the private optimizer.
         """
+        self._check_accountant(float(optimizer.noise_multiplier), calls)
         others, self._others = self._others, 0
         found = [call.sources for call in calls if call.sources]
         unknown = ""
@@ -373,7 +387,7 @@ class Deliveries:
                     "source",
                 )
         elif self._drawn < steps or any(
-            all(optimizer in each.used for each in sources if each.is_private) for sources in found
+            all(id(optimizer) in each.used for each in sources if each.is_private) for sources in found
         ):
             self._findings.defect(
                 "The script makes several steps with the same batch, but epsilon is that of a new one in each step. "
@@ -386,17 +400,38 @@ class Deliveries:
             self._findings.not_checked(f"whether the batches are drawn as the accountant assumes: {unknown}", "source")
         for sources in found:
             for each in sources:
-                each.used.add(optimizer)
+                each.used.add(id(optimizer))
 
-    def _is_private(self, sampler: Any) -> bool:
+    def _check_accountant(self, noise: float, calls: list["Call"]) -> None:
+        accounted, self._accounted = self._accounted, []
+        if not accounted:
+            if self._samplers:
+                self._findings.not_checked("epsilon: no accountant of Opacus has counted the step.", "epsilon")
+            return
+        counted, rate = max(each for each, _ in accounted), max(each for _, each in accounted)
+        if noise < counted * (1 - 1e-6):
+            self._findings.defect(
+                f"The accountant counts a noise_multiplier of {counted:.4g}, but the optimizer's is {noise:.4g}: "
+                "epsilon is too small.",
+                "multiplier",
+            )
+        drawn = max((min(each.rate for each in call.sources) for call in calls if call.sources), default=0.0)
+        if drawn > rate * (1 + 1e-6):
+            self._findings.defect(
+                f"Samples are drawn with a probability of {drawn:.4g}, but the accountant counts {rate:.4g}: epsilon "
+                "is too small. Call make_private with the loader of the data that are trained on.",
+                "rate of samples",
+            )
+
+    def _private_sampler(self, sampler: Any) -> Any:
         """Follows samplers of samplers, as those of BatchMemoryManager and Accelerate."""
         while sampler is not None:
             if isinstance(sampler, (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)) or any(
                 sampler is each for each in self._samplers
             ):
-                return True
+                return sampler
             sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
-        return False
+        return None
 
 
 def _is_part(part: torch.Tensor, whole: torch.Tensor) -> bool:

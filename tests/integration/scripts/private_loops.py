@@ -67,6 +67,12 @@ def accelerated(mode: str) -> None:
     train(*made, prepare_data_loader(loader, num_processes=1, process_index=0))
 
 
+def less_noise_later(mode: str) -> None:
+    """The accountant counts the multiplier of each step."""
+    made = private(mode, poisson_sampling=True)
+    train(*made, after=lambda i: setattr(made[1], "noise_multiplier", 0.5))
+
+
 def empty(mode: str) -> None:
     """Logical batches of one sample on average: some are empty."""
     train(*private(mode, poisson_sampling=True, data_loader=data(1)))

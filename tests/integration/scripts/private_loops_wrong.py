@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.utils import wrap_model
 from opacus.optimizers import DPOptimizer, get_optimizer_class
@@ -15,6 +16,7 @@ from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGr
 from opacus.schedulers import StepNoise
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
+from torch.utils.data import Subset
 
 from opacus_memprof import PrivacyEngine
 from tests.integration.scripts.private_training import BATCH, Net, data, memory_manager, private, train
@@ -249,6 +251,27 @@ def zipped(mode: str) -> None:
     loader = data()
     made = private(mode, poisson_sampling=True, data_loader=loader)
     train(*made[:3], (batch for batch, _ in zip(loader, made[3], strict=False)))
+
+
+def uncounted(mode: str) -> None:
+    made = private(mode, poisson_sampling=True)
+    made[1].attach_step_hook(None)
+    train(*made)
+
+
+def less_noise(mode: str) -> None:
+    """The accountant counts the multiplier from before."""
+    engine, made = PrivacyEngine(), private(mode, poisson_sampling=True)
+    made[1].attach_step_hook(lambda _: engine.accountant.step(noise_multiplier=1.0, sample_rate=0.125))
+    made[1].noise_multiplier = 0.1
+    train(*made)
+
+
+def other_rate(mode: str) -> None:
+    """The accountant's rate is that of a larger data set."""
+    made = private(mode, poisson_sampling=True)
+    part = Subset(made[3].dataset, range(16))
+    train(*made[:3], DPDataLoader(part, sample_rate=0.5))
 
 
 def other_loader(mode: str) -> None:
