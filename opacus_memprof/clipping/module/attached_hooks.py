@@ -169,7 +169,8 @@ def _hook(method: Any) -> ModuleHook:
 def refuse_private(model: nn.Module) -> None:
     """Raises MemprofError if hooks of Opacus or flash_clip are on a module of the model."""
     for module in model.modules():
-        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        methods = (getattr(hook, "__wrapped__", hook) for hook in module._forward_pre_hooks.values())
+        owners = (getattr(method, "__self__", None) for method in methods)
         if getattr(module, "autograd_grad_sample_hooks", None) or any(
             isinstance(owner, AbstractGradSampleHooks) for owner in owners
         ):
