@@ -109,6 +109,7 @@ def environment_without_torch(home: Path) -> tuple[Path, list[str | Path]]:
     return python, [sys.executable, "-m", "pip", "--python", python]
 
 
+@pytest.mark.nightly
 def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, compilers: str, tmp_path: Path) -> None:
     """OPACUS_MEMPROF_READER=1, in an environment of its own that has no torch and gets none."""
     python, pip = environment_without_torch(tmp_path / "environment")

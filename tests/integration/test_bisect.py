@@ -52,7 +52,7 @@ def bisect(wheelhouse: Path | None, good: str, bad: str, *options: str) -> str:
     return result.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_release_is_found(wheelhouse: Path) -> None:
     lines = bisect(wheelhouse, "wide==1.0", "wide==1.11").splitlines()
     assert lines[:4] == ["wide 1.0: good", "wide 1.11: bad", "wide 1.9: good", "wide 1.10: bad"]

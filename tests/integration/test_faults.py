@@ -192,7 +192,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("at_end", [False, True], ids=["at its beginning", "at its end"])
+@pytest.mark.parametrize(
+    "at_end", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["at its beginning", "at its end"]
+)
 def test_a_fault_at_any_step_changes_nothing(at_end: bool, tmp_path: Path) -> None:
     tried: set[Step] = set()
     wrong = []

@@ -37,7 +37,7 @@ PART = (
 LEFT_OUT = "not with_epsilon and not Frozen and not TiedWeights and not deterministic_run"
 ALL = os.environ.get("OPACUS_SUITE") == "all"
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TESTS.is_dir(), reason="this Opacus came without its tests")]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not TESTS.is_dir(), reason="this Opacus came without its tests")]
 
 
 def outcomes(directory: Path, tests: Iterable[str], *options: str | Path) -> dict[str, str]:

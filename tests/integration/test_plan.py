@@ -219,7 +219,7 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, arguments:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path: Path) -> None:
     steps = 2000
     planned = plan(tmp_path, "--memory", "700MiB", "--steps", str(steps), SCRIPTS / "train_poisson.py")
@@ -243,7 +243,7 @@ def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path:
     assert draws["with_it"]["samples"] == draws["max_physical_batch_size"] <= best
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_seeded_training_runs_out_at_the_first_batch_that_is_too_large(tmp_path: Path) -> None:
     """The training itself, with the batches that one seed draws, ends where the plan says."""
     memory, steps, script = "500MiB", 2000, SCRIPTS / "train_poisson.py"
@@ -270,7 +270,7 @@ def _draws_alone(line: dict[str, Any]) -> bool:
     return [change["kind"] for change in line["configuration"]["changes"]] == ["drawn_batch"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_of_several_holds_its_shard(tmp_path: Path) -> None:
     """FSDP2's first rank of N holds an N-th of the matrix, and else what it holds with other N."""
     script = SCRIPTS / "train_sharded.py"
