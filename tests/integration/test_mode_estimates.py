@@ -20,7 +20,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "compare_estimates.py"
 MOST_BELOW, MOST_ABOVE = 0.03, 0.10
 # Where the model of a step misses.
 _ADAPTERS = "predicted 27 % above: 322 MiB of activations in the backward of 3.up, in float32, and not 258 MiB"
-_CASTS = "predicted 817 of 877 MiB in hooks and 892 of 949 MiB in ghost: too few activations"
 WRONG = {
     ("LoRA", "hooks"): _ADAPTERS,
     ("LoRA", "flash_clip"): _ADAPTERS,
@@ -29,8 +28,7 @@ WRONG = {
     ("residual convolutions with GroupNorm", "hooks"): "predicted 608 of 633 MiB, in the backward of 3.norm2",
     ("LSTM in both directions", "ghost"): "predicted 14 % above 163 MiB",
     ("LSTM in both directions", "flash_clip"): "predicted 6 % below 89 MiB",
-    ("transformer with autocast", "hooks"): _CASTS,
-    ("transformer with autocast", "ghost"): _CASTS,
+    ("transformer with autocast", "flash_clip"): "predicted 15 % above 805 MiB: too much at the beginning of backward",
 }
 
 pytestmark = pytest.mark.skipif(
