@@ -346,9 +346,8 @@ class Deliveries:
         is_private = sampler is not None
         self._others = 0 if is_private and not self._drawn else self._others + (not is_private)
         self._drawn += is_private
-        leaves = tree_leaves(
-            dict(data) if isinstance(data, Mapping) else data
-        )  # of any mapping, as those of transformers
+        # torch's trees know dicts, but not other mappings, such as those of transformers.
+        leaves = tree_leaves(dict(data) if isinstance(data, Mapping) else data)
         self._recent.append(
             Delivery(
                 is_private, getattr(sampler, "sample_rate", 0.0), [x for x in leaves if isinstance(x, torch.Tensor)]

@@ -101,9 +101,9 @@ def old_accumulation(mode: str) -> None:
     memory_manager("ghost")
 
 
-def scaled(mode: str) -> None:
+def scaled(mode: str, max_grad_norm: float = 1000.0) -> None:
     """Opacus' issue 377: with GradScaler, all samples are clipped."""
-    model, optimizer, criterion, loader = private(mode, max_grad_norm=1000.0)
+    model, optimizer, criterion, loader = private(mode, max_grad_norm=max_grad_norm)
     scaler = torch.amp.GradScaler("cpu")
     for x, y in loader:
         scaler.scale(criterion(model(x), y)).backward()
@@ -287,13 +287,7 @@ def zipped_and_changed(mode: str) -> None:
 
 def scaled_all(mode: str) -> None:
     """All samples are clipped with and without GradScaler."""
-    model, optimizer, criterion, loader = private(mode, max_grad_norm=1e-9)
-    scaler = torch.amp.GradScaler("cpu")
-    for x, y in loader:
-        scaler.scale(criterion(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    scaled(mode, max_grad_norm=1e-9)
 
 
 # --- ends early ---
