@@ -319,7 +319,7 @@ def check_noise(
         The standard deviation relative to the requested one, None if unknown; and a part of the noise.
     """
     if step.std == 0:
-        findings.not_checked("noise, because noise_multiplier is 0: the training is not private.")
+        findings.not_checked("noise", "noise_multiplier is 0, so that the training is not private.")
         return None, torch.empty(0)
     rests = {}
     for name, p in trained.items():
@@ -327,7 +327,7 @@ def check_noise(
         if noised is not None and summed is not None:
             rests[name] = noised.double() - summed.double().reshape(noised.shape)
     if not rests:
-        findings.not_checked("noise, because the clipped sum without it is not known.")
+        findings.not_checked("noise", "the clipped sum without it is not known.")
         return None, torch.empty(0)
     without = [name for name, rest in rests.items() if not bool(rest.any())]
     if without:

@@ -107,9 +107,11 @@ class Follower:
     def finish(self) -> None:
         """Adds notes about expected events that did not happen."""
         if any(not stepped for stepped in self._schedulers.values()):
-            self.findings.not_checked("schedulers of noise or clipping that did not act before the last checked step.")
+            self.findings.not_checked(
+                "schedulers of noise or clipping", "they did not act before the last checked step."
+            )
         if self.results and len(self.results) < STEPS:
-            self.findings.not_checked("a second logical step, which was not reached.")
+            self.findings.not_checked("a second logical step", "it was not reached.")
 
     def explain(self, error: BaseException) -> bool:
         """Explains an error of Opacus as a defect. Returns whether it was one."""
@@ -127,7 +129,9 @@ class Follower:
         original(hooks, m, *args, **kwargs)
         self.roots.append(root)
         if not getattr(hooks, "batch_first", True):
-            self.findings.not_checked("the positions of samples: batch_first=False, and dimension 0 is taken for them.")
+            self.findings.not_checked(
+                "the positions of samples", "batch_first=False, and dimension 0 is taken for them."
+            )
         m.register_forward_pre_hook(self._recorder(root), with_kwargs=True, prepend=True)
 
     def _recorder(self, root: PrivateModel) -> Callable[..., None]:
@@ -171,7 +175,7 @@ class Follower:
         if call.outputs:
             self._calls.append(call)
         else:
-            self.findings.not_checked("a training call of the model that returned no tensors with gradients.")
+            self.findings.not_checked("a training call of the model", "it returned no tensors with gradients.")
 
     def _on_cotangent(self, call: Call, index: int, gradient: torch.Tensor) -> None:
         # The second backward of ghost clipping runs with hooks disabled: its loss is weighted by the clip factors.
@@ -353,7 +357,7 @@ class Follower:
         return original(scheduler, *args, **kwargs)
 
     def _no_compile(self, model: Any = None, **kwargs: Any) -> Any:
-        self.findings.not_checked("compiled code: torch.compile is off during the check.")
+        self.findings.not_checked("compiled code", "torch.compile is off during the check.")
         return model if model is not None else lambda each: each
 
     # --- helpers ---

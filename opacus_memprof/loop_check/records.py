@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from opacus_memprof.clipping.agreement import inner_model
+
+T = TypeVar("T")
 
 
 class NotCheckedError(Exception):
@@ -29,14 +31,14 @@ class Findings:
 
     Attributes:
         defects: one or more sentences each.
-        unchecked: one sentence each.
+        unchecked: the parts, each with the reason.
         notes: facts that are not defects, but worth knowing; one sentence each.
         failure: the error that ended a check, in one line; None if every check ended.
     """
 
     def __init__(self) -> None:
         self.defects: list[str] = []
-        self.unchecked: list[str] = []
+        self.unchecked: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.failure: str | None = None
         self._kinds: set[str] = set()
@@ -45,17 +47,17 @@ class Findings:
         """Adds a defect."""
         self._add(self.defects, sentence, kind)
 
-    def not_checked(self, sentence: str, kind: str = "") -> None:
-        """Adds a part that was not checked."""
-        self._add(self.unchecked, sentence, kind)
+    def not_checked(self, part: str, why: str, kind: str = "") -> None:
+        """Adds a part that was not checked, and the reason."""
+        self._add(self.unchecked, (part, why), kind)
 
     def note(self, sentence: str, kind: str = "") -> None:
         """Adds a fact that is worth knowing."""
         self._add(self.notes, sentence, kind)
 
-    def _add(self, sentences: list[str], sentence: str, kind: str) -> None:
-        if sentence not in sentences and kind not in self._kinds:
-            sentences.append(sentence)
+    def _add(self, found: list[T], each: T, kind: str) -> None:
+        if each not in found and kind not in self._kinds:
+            found.append(each)
             if kind:
                 self._kinds.add(kind)
 
@@ -396,7 +398,7 @@ class Deliveries:
         elif others and len(found) < len(calls):
             unknown = "the script draws from other loaders, too, and changes the batches before the model gets them."
         if unknown:
-            self._findings.not_checked(f"whether the batches are drawn as the accountant assumes: {unknown}", "source")
+            self._findings.not_checked("whether the batches are drawn as the accountant assumes", unknown, "source")
         for sources in found:
             for each in sources:
                 each.used.add(id(optimizer))
@@ -405,7 +407,7 @@ class Deliveries:
         accounted, self._accounted = self._accounted, []
         if not accounted:
             if self._samplers:
-                self._findings.not_checked("epsilon: no accountant of Opacus has counted the step.", "epsilon")
+                self._findings.not_checked("epsilon", "no accountant of Opacus has counted the step.", "epsilon")
             return
         counted, rate = max(each for each, _ in accounted), max(each for _, each in accounted)
         if noise < counted * (1 - 1e-6):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof doctor --script`: runs a script for two logical steps, and compares them with clipping by hand."""
 
-import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20
 _NEVER_CHECKED = (
-    "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the batch): the "
-    "gradients at the model's outputs do not show them."
+    "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the batch)",
+    "the gradients at the model's outputs do not show them.",
 )
 
 
@@ -34,7 +33,8 @@ class ScriptVerdict:
         mode: the grad_sample_mode.
         steps: the measurements of the logical steps.
         defects: sentences; empty if every check passed.
-        unchecked: parts that were not checked in this run; no run checks losses outside of the model.
+        unchecked: parts that were not checked in this run, each with the reason; no run checks losses outside of the
+            model.
         notes: facts that are not defects, but worth knowing.
         failure: the error that ended a check, in one line; None if every check ended.
     """
@@ -42,7 +42,7 @@ class ScriptVerdict:
     mode: str
     steps: list["StepResult"]
     defects: list[str]
-    unchecked: list[str]
+    unchecked: list[tuple[str, str]]
     notes: list[str]
     failure: str | None
 
@@ -129,8 +129,9 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
         console.print(f"{tr('DEFECT:')} {tr_sentence(defect)}", style="bold red", soft_wrap=True, markup=False)
     for note in verdict.notes:
         console.print(f"{tr('note:')} {tr_sentence(note)}", soft_wrap=True, markup=False)
-    for each in [*verdict.unchecked, _NEVER_CHECKED]:
-        console.print(f"{tr('not checked:')} {tr_sentence(each)}", style="yellow", soft_wrap=True, markup=False)
+    for part, why in [*verdict.unchecked, _NEVER_CHECKED]:
+        said = tr("not checked: {part}: {why}", part=tr_sentence(part), why=tr_sentence(why))
+        console.print(said, style="yellow", soft_wrap=True, markup=False)
     steps = tr_sentence(format_count(len(verdict.steps), "logical step"))
     samples = tr_sentence(format_count(sum(step.samples for step in verdict.steps), "sample"))
     if verdict.defects:
@@ -146,7 +147,7 @@ def print_verdict(verdict: ScriptVerdict, console: Console) -> None:
         )
     elif any(step.errors for step in verdict.steps):
         worst = max(error for step in verdict.steps for error in step.errors.values())
-        parts = [re.split(r"[:,：，]| because ", tr_sentence(each))[0].rstrip(".。") for each in verdict.unchecked]
+        parts = [tr_sentence(part) for part, _ in verdict.unchecked]
         text = tr(
             "grad_sample_mode={mode!r} clips exactly in {steps}, {samples}, largest relative error {error:.1e}; "
             "not checked: {parts}."

@@ -100,14 +100,14 @@ class StepCheck:
         moved = [name for name, p in self._before.items() if name in left and not torch.equal(p, left[name])]
         if moved:
             self._findings.not_checked(
-                f"what has changed {listed(moved)} outside of the optimizer's step: values that depend on data are "
-                "neither clipped nor noised there.",
+                f"what has changed {listed(moved)} outside of the optimizer's step",
+                "values that depend on data are neither clipped nor noised there.",
                 "moved",
             )
         try:
             by_hand = self._check_sum()
         except NotCheckedError as error:
-            self._findings.not_checked(f"the clipped sum: {error}", "sum")
+            self._findings.not_checked("the clipped sum", str(error), "sum")
             by_hand = None
         self._check_loss_scale(by_hand)
         for p in self._trained.values():
@@ -133,8 +133,8 @@ class StepCheck:
         found = {name: self._step.summed.get(id(p)) for name, p in self._trained.items()}
         if any(each is None for each in found.values()):
             self._findings.not_checked(
-                "errors of the clipped sum that are smaller than the noise, because the optimizer does not keep the "
-                "sum without noise."
+                "errors of the clipped sum that are smaller than the noise",
+                "the optimizer does not keep the sum without noise.",
             )
             self._step.summed = {id(p): expected[name].flatten() for name, p in self._trained.items()}
             return hands
@@ -231,7 +231,7 @@ class StepCheck:
                 try:
                     found = mixing_module(call)
                 except NotCheckedError as error:
-                    self._findings.not_checked(f"whether samples are processed separately: {error}", "mixing")
+                    self._findings.not_checked("whether samples are processed separately", str(error), "mixing")
                     return
                 if found is not None:
                     name, size = found
@@ -304,7 +304,7 @@ class StepCheck:
                     p.grad = None if q.grad is None else q.grad.clone()
             type(original).step(replica)
         except Exception as error:  # optimizers can hold anything
-            self._findings.not_checked(f"the update: the optimizer cannot be copied ({first_line(error)}).", "update")
+            self._findings.not_checked("the update", f"the optimizer cannot be copied ({first_line(error)}).", "update")
             return
         self._replica = replica
 
@@ -352,7 +352,7 @@ class StepCheck:
         if still:
             self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
         if idle:
-            self._findings.not_checked(f"the update of {listed(idle)}: the learning rate was 0 in a step.", "rate")
+            self._findings.not_checked(f"the update of {listed(idle)}", "the learning rate was 0 in a step.", "rate")
         return {name: p.detach().clone() for name, p in self._root.trained().items()}
 
 

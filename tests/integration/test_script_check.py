@@ -9,7 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from opacus_memprof.language import in_language
+from opacus_memprof.loop_check.records import StepResult
+from opacus_memprof.loop_check.script import ScriptVerdict, print_verdict
 from tests.warm_python import ENVIRONMENT, interpreter
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -259,11 +263,11 @@ def test_a_factor_of_the_script_is_a_note() -> None:
     ("case", "lines"),
     [
         ("interrupted", ["private_loops.py was interrupted after 1 logical step.", "a second logical step"]),
-        ("raises", ["(the data are gone) after 1 logical step.", "a second logical step, which was not reached."]),
-        ("one_step", ["private_loops.py ended after 1 logical step.", "a second logical step, which was not reached."]),
+        ("raises", ["(the data are gone) after 1 logical step.", "a second logical step: it was not reached."]),
+        ("one_step", ["private_loops.py ended after 1 logical step.", "a second logical step: it was not reached."]),
         ("random_loss", ["not checked: the clipped sum: the model returns one loss for the batch and draws"]),
-        ("no_multiplier", ["not checked: noise, because noise_multiplier is 0: the training is not private."]),
-        ("late_scheduler", ["not checked: schedulers of noise or clipping that did not act"]),
+        ("no_multiplier", ["not checked: noise: noise_multiplier is 0, so that the training is not private."]),
+        ("late_scheduler", ["not checked: schedulers of noise or clipping: they did not act"]),
         ("flattened", ["not checked: the clipped sum: an output has the shape [30] for 8 samples"]),
         ("changed_outside", ["not checked: what has changed head.bias outside of the optimizer's step"]),
         ("uncounted", ["not checked: epsilon: no accountant of Opacus has counted the step."]),
@@ -278,6 +282,24 @@ def test_what_was_not_checked_is_said(case: str, lines: list[str]) -> None:
     for line in lines:
         assert line in ran.stdout
     assert "exactly:" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("language", "parts"),
+    [
+        ("en", "not checked: noise; what has changed a.weight, b.bias outside of the optimizer's step."),
+        ("zh", "没有检查：加噪; 在优化器的步之外改变了 a.weight, b.bias 的是什么。"),
+    ],
+)
+def test_the_last_line_names_all_that_was_not_checked(language: str, parts: str) -> None:
+    unchecked = [
+        ("noise", "the clipped sum without it is not known."),
+        ("what has changed a.weight, b.bias outside of the optimizer's step", "values that depend on data."),
+    ]
+    verdict = ScriptVerdict("hooks", [StepResult(1, 8, errors={"a.weight": 0.0})], [], unchecked, [], None)
+    with in_language(language), (console := Console(width=200)).capture() as printed:
+        print_verdict(verdict, console)
+    assert printed.get().rstrip().endswith(parts)
 
 
 def test_a_defect_before_the_script_ends_counts() -> None:
