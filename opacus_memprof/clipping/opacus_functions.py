@@ -193,11 +193,6 @@ class _FindsModule:
                 "of opacus_memprof.clipping.register()."
             )
         hooks = _owner(optimizer)
-        if hooks.loss_reduction != loss_reduction:
-            raise MemprofError(
-                f"the optimizer has loss_reduction={loss_reduction!r} and its module {hooks.loss_reduction!r}: pass "
-                "the same to both."
-            )
         if spans_ranks(hooks._module) and not isinstance(self, DPOptimizerFlashClipDDP | DPOptimizerFlashClipFSDP):
             raise MemprofError(
                 "the model is trained on several ranks, but this optimizer is for one: call get_optimizer_class with "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What flash_clip cannot clip exactly it refuses in a sentence, before any parameter has changed."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -93,6 +94,47 @@ def test_the_optimizer_must_hold_no_other_parameters() -> None:
             max_grad_norm=1.0,
             expected_batch_size=4,
         )
+
+
+@pytest.mark.parametrize(("cls", "advice"), [(torch.optim.LBFGS, "SGD or Adam"), (torch.optim.SparseAdam, "use Adam")])
+def test_optimizers_that_need_other_gradients(cls: type[torch.optim.Optimizer], advice: str) -> None:
+    model = mlp()
+    with pytest.raises(MemprofError, match=f"{cls.__name__} .*{advice}"):
+        make_private(model, vector_data(8), "flash_clip", optimizer=cls(model.parameters()))  # type: ignore[call-arg]
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_module_and_optimizer_have_the_same_reduction(reduction: str) -> None:
+    model = mlp()
+    module = GradSampleModuleFlashClip(model, loss_reduction=reduction)
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    with pytest.raises(MemprofError, match=f"'{other}' and its module '{reduction}': pass the same to both"):
+        DPOptimizerFlashClip(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            module=module,
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            expected_batch_size=1,
+            loss_reduction=other,
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_a_condition_that_is_compiled(by_batch: bool) -> None:
+    """torch.cond compiles its branches, which cannot run otherwise."""
+
+    class Branches(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self[0](x)
+            condition = x.mean() > 0 if by_batch else torch.tensor(True)
+            y: torch.Tensor = torch.cond(condition, torch.sin, torch.cos, (x,))
+            return y
+
+    module = GradSampleModuleFlashClip(Branches(nn.Linear(3, 4)))
+    with pytest.raises(MemprofError, match="changes for a sample when") if by_batch else contextlib.nullcontext():
+        module(torch.randn(6, 3)).sum().backward()
 
 
 def test_a_batch_norm_that_is_switched_on_again() -> None:

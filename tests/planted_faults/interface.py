@@ -9,6 +9,22 @@ _REGISTER = "register_flash_clip"
 
 FAULTS = [
     Fault(
+        "reductions_may_differ",
+        "optimizers/optimizer.py",
+        "if loss_reduction != module.loss_reduction:",
+        "if False:",
+        "Norms of a summed loss are multiplied by the batch size.",
+        integration("flash_clip_refusals::module_and_optimizer_have_the_same_reduction"),
+    ),
+    Fault(
+        "optimizers_with_closures",
+        "optimizers/optimizer.py",
+        "if closure is not None and closure.default is closure.empty:",
+        "if False:",
+        "An optimizer that needs a closure fails in its first step.",
+        integration("flash_clip_refusals::optimizers_that_need_other_gradients"),
+    ),
+    Fault(
         "verify_tolerance",
         "verification.py",
         "((torch.float64, 1e-8), (torch.float32, 1e-4))",

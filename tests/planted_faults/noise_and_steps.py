@@ -8,6 +8,14 @@ _STATE = "clipping_refusals_leave_state"
 
 FAULTS = [
     Fault(
+        "frozen_within_a_step",
+        "optimizers/optimizer.py",
+        "        if lost and self._is_last_step_skipped:",
+        "        if False:",
+        "A step leaves out the sums of parameters that were frozen after its first physical batch.",
+        programs("between_frozen_within_a_step"),
+    ),
+    Fault(
         "noise_of_the_squared_multiplier",
         "optimizers/optimizer.py",
         "float(self.noise_multiplier * self.noise_bound())",

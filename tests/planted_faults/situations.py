@@ -5,6 +5,14 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "batch_norms_of_any_forward_are_refused",
+        "layers/registry.py",
+        "if module.training and is_torchs and (mixes or",
+        "if module.training and (mixes or",
+        "A frozen BatchNorm is refused for its type.",
+        programs("modes_batch_norm_of_own_forward_frozen"),
+    ),
+    Fault(
         "key_without_modes",
         "module/call_proofs.py",
         "call.key = call.entry, self._modes, signature,",

@@ -250,8 +250,14 @@ def check_model(model: nn.Module) -> None:
                 f"{repr(name) if name else 'the model'} is a TorchScript module, inside of which flash_clip sees no "
                 "layers: use the Python module that it was made from."
             )
+        # Other forwards, as of a frozen BatchNorm, show in the proof whether they mix samples.
+        is_torchs = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.")
         mixes = isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm)
-        if module.training and (mixes or (isinstance(module, _InstanceNorm) and module.track_running_stats)):
+        if (
+            module.training
+            and is_torchs
+            and (mixes or (isinstance(module, _InstanceNorm) and module.track_running_stats))
+        ):
             raise MemprofError(
                 f"layer {name!r} ({type(module).__name__}) computes statistics of the whole batch, so that samples "
                 "have no gradients of their own: replace it by GroupNorm (opacus.validators.ModuleValidator.fix does), "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from tensors that backward kept."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,28 @@ _REPEATED_NOISE = (
 )
 
 
+def _refuse_other_reduction(loss_reduction: str, module: FlashClipHooks) -> None:
+    """Raises MemprofError unless the module, which computes norms, has the same reduction."""
+    if loss_reduction != module.loss_reduction:
+        raise MemprofError(
+            f"the optimizer has loss_reduction={loss_reduction!r} and its module {module.loss_reduction!r}: pass "
+            "the same to both."
+        )
+
+
+def _refuse_closures(optimizer: Optimizer) -> None:
+    """Raises MemprofError if the optimizer needs several gradients within a step, or sparse ones."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise MemprofError(
+            f"{name} computes gradients several times within a step, by a closure, and each of them would need noise "
+            "of its own: use an optimizer whose step() works without a closure, such as SGD or Adam."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MemprofError("SparseAdam needs sparse gradients, and noise makes them dense: use Adam.")
+
+
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     """DPOptimizer whose clipped sums come from flash_clip.
 
@@ -55,7 +78,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
 
     Raises:
-        MemprofError: the optimizer lacks a trainable parameter; the noise multiplier is negative or not finite.
+        MemprofError: the optimizer lacks a trainable parameter, or its step needs other gradients than one noisy sum;
+            its loss_reduction is not the module's; the noise multiplier is negative or not finite.
     """
 
     ranks = 1
@@ -67,6 +91,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
     ) -> None:
+        _refuse_other_reduction(kwargs.get("loss_reduction", "mean"), module)
+        _refuse_closures(optimizer)
         self.bookkeeping = module.bookkeeping
         rule = module.bookkeeping.rule
         super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
@@ -144,6 +170,15 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
                 "that are trained; clipping='per_layer' needs one for each: give as many bounds, and do not freeze or "
                 "unfreeze parameters later."
+            )
+        gone: dict[Any, str] = {each: name for each, name in self._names.items() if each not in names}
+        lost = [name for each, name in gone.items() if each.summed_grad is not None]
+        for each in gone:
+            each.summed_grad = None  # a later step that trains it again begins without it
+        if lost and self._is_last_step_skipped:
+            raise MemprofError(
+                f"{', '.join(lost)} was trained in earlier physical batches of this step, and is not any more: freeze "
+                "parameters between steps, not within one."
             )
         self._names = names
         self.bookkeeping.places = {parameter: i for i, parameter in enumerate(params)}

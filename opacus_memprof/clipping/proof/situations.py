@@ -115,6 +115,7 @@ class Situations:
         self.agreement = agreement
         self.arguments = Arguments()
         self.known: dict[Any, Situation] = {}
+        self._is_eager = True  # whether proofs run without compilation
 
     def prove(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random: RandomState) -> Situation:
         """Finds the position of samples in layers, and proves that clipping is exact for these arguments.
@@ -130,7 +131,17 @@ class Situations:
             CannotRunError: the module cannot run on other samples.
         """
         if self.agreement is None:
-            return self._prove(entry, args, kwargs, random, self.run)
+            try:
+                return self._prove(entry, args, kwargs, random, self.run)
+            except CannotRunError as error:
+                if not self._is_eager or "torch._dynamo" not in sys.modules:
+                    raise
+                self._is_eager = False  # torch.cond and its like compile what they are given
+                try:
+                    return self._prove(entry, args, kwargs, random, self.run)
+                except CannotRunError:
+                    self._is_eager = True
+                    raise error from error.__cause__
         ranks = Lockstep(self.agreement)
 
         def run(entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,7 +245,7 @@ class Situations:
         batch = self.hooks.batch
         try:
             with (
-                eager(),
+                eager() if self._is_eager else nullcontext(),
                 without_compiled_autograd(),
                 without_saved_tensors_hooks(),
                 restoring_state(entry),

@@ -114,6 +114,17 @@ def _in_eval_mode(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     _squares(model, x).backward()
 
 
+def _frozen_within_a_step(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    """Layer `b` is trained in the first of two physical batches alone."""
+    optimizer.signal_skip_step(True)
+    _ordinary(model, x, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.signal_skip_step(False)
+    model.b.requires_grad_(False)
+    _ordinary(model, x, optimizer)
+
+
 class _WritesItsGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -186,6 +197,13 @@ PROGRAMS = [
         _not_a_number,
         "of the batch is not finite",
         first=lambda model, x, optimizer: model(x).sum().backward(),
+    ),
+    _program(
+        "frozen_within_a_step",
+        lambda: Graph(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(6, 3), b=nn.Linear(6, 3)),
+        _numbers,
+        _frozen_within_a_step,
+        "was trained in earlier physical batches of this step",
     ),
     _program("after_eval", _pair, _numbers, _in_eval_mode, "eval mode"),
 ]

@@ -26,6 +26,21 @@ def _with_norm(norm: Callable[[], nn.Module], is_frozen: bool = True) -> Callabl
     return build
 
 
+class _OwnBatchNorm(nn.BatchNorm1d):
+    """A BatchNorm of which some parts, such as batch statistics, are switched off by its own forward."""
+
+    of_batch = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        center = x.mean(0) if self.of_batch else self.running_mean
+        return (x - center) * self.weight + self.bias
+
+
+class _CentersBatchNorm(_OwnBatchNorm):
+    of_batch = True
+
+
 def _validate(model: Any, optimizer: Any) -> None:
     model.eval()
     with torch.no_grad():
@@ -180,6 +195,15 @@ PROGRAMS = [
         _with_norm(lambda: nn.BatchNorm1d(6), is_frozen=False),
         of_shape(5, 6, count=2, change=_train),
         "refused",
+    ),
+    *(
+        Program(
+            f"modes_batch_norm_of_own_forward_{name}",
+            lambda norm=norm: nn.Sequential(nn.Linear(6, 6), norm(6), nn.Linear(6, 3)),  # type: ignore[misc]
+            of_shape(5, 6, count=2),
+            allowed,
+        )
+        for name, norm, allowed in (("frozen", _OwnBatchNorm, "exact"), ("mixes", _CentersBatchNorm, "refused"))
     ),
     Program("modes_instance_norm_train", _with_norm(_instance_norm), of_shape(5, 6, count=2, change=_train), "either"),
     Program(
