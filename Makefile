@@ -5,7 +5,7 @@
 #   make test       every check, and the tests that are not nightly
 #   make format     formats all sources
 #   make docs       the documentation as a site: build/site/index.html
-#   make docs-output    makes the pictures of the documentation again: two minutes
+#   make docs-output    writes README's picture and the output that tutorials show anew, from runs: three minutes
 #
 #   make release-check  what a release would publish, checked; publishes nothing
 #   make wheels         wheels, each for one Python and several torches, built and tried: takes long, and 5 GB for each torch
@@ -59,6 +59,7 @@ docs: $(VENV)/.opacus-memprof-built
 	$(BIN)/python -m mkdocs build --strict
 
 docs-output: $(VENV)/.opacus-memprof-built
+	$(BIN)/python tools/docs_output.py
 	$(BIN)/python tools/readme_picture.py
 
 # Two processes; one where there is a GPU (tests/conftest.py). Each begins with half of the tests, in their order, and at
