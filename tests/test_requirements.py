@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command, option, file, link and Python name that docs/requirements.md says to keep a promise exists."""
+"""What docs/requirements.md says to keep a promise exists, and so does every command that any page shows."""
 
 import inspect
 import re
@@ -154,3 +154,37 @@ def test_what_replaces_a_script_exists(code: str) -> None:
         assert code.partition("=")[0] in SOURCE
     else:
         assert exists(code)
+
+
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
+# In a block or a span of code, up to its end, a comment or the shell's next word.
+WRITTEN = re.compile(r"(?:`|^ *|-m )opacus[-_]memprof ([a-z-]+(?: [^`\n]*?)?)(?=`|$|  #| && | > )", re.MULTILINE)
+
+
+def written_commands(page: Path) -> list[str]:
+    return WRITTEN.findall(page.read_text(encoding="utf-8").replace("\\\n", " "))
+
+
+def options_that_are_not_there(line: str) -> list[str]:
+    """Those of the program's own command: what stands behind a script is the script's."""
+    name, *words = shlex.split(line)
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    options = [word.partition("=")[0] for word in words[:script] if word.startswith("--")]
+    return [option for option in options if not has_option(name, option)]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_pages_show_exist(page: Path) -> None:
+    for line in written_commands(page):
+        assert line.split()[0] in COMMANDS, line
+        assert options_that_are_not_there(line) == [], line
+
+
+def test_shown_commands_are_found() -> None:
+    assert sum(len(written_commands(page)) for page in DOCUMENTS) > 150
+    assert options_that_are_not_there("report DIR --no-such-option") == ["--no-such-option"]
+    assert options_that_are_not_there("run --virtual-gpu t4 train.py --no-such-option") == []
