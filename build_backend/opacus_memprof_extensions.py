@@ -25,7 +25,7 @@ BUILD = f"build/torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}"
 
 def sources(with_cuda: bool) -> list[str]:
     """Of _C. Files named cuda_* need CUDA's headers; cuda_stub.cpp stands in for them where there are none."""
-    parts = ("core", "allocators", "hooks", "bindings")
+    parts = ("python", "core", "allocators", "hooks", "bindings")
     found = sorted(path for part in parts for path in Path("csrc", part).glob("*.cpp"))
     return [
         str(path)
@@ -83,6 +83,7 @@ HEAVY = (
     "csrc/allocators/backward_position.cpp",
     "csrc/clipping/",
     "csrc/hooks/",
+    "csrc/python/",
     "csrc/bindings/",
     "csrc/virtual_values/",
 )
@@ -106,7 +107,7 @@ def clipping_extension() -> Extension:
     headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     return cpp_extension.CppExtension(
         "opacus_memprof._clipping",
-        sorted(str(path) for path in Path("csrc/clipping").glob("*.cpp")),
+        sorted(str(path) for part in ("clipping", "python") for path in Path("csrc", part).glob("*.cpp")),
         extra_compile_args=[*FLAGS, "-O3", *(f"-isystem{folder}" for folder in headers)],
         include_dirs=[str(Path("csrc").resolve())],
     )

@@ -3,18 +3,20 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "clipping/gradient_tap.h"
 #include "clipping/hashing.h"
+#include "python/hook_type.h"
 
 namespace opacus_memprof::clipping {
 
@@ -232,88 +234,36 @@ Function function_of(std::string_view method) {
   if (method == "_before_layer") return before_layer;
   if (method == "_after_layer") return after_layer;
   if (method == "_before_entry" || method == "_after_entry") return at_entry;
-  throw pybind11::value_error("this method has no ModuleHook");
+  return nullptr;
 }
 
 struct ModuleHook {
-  PyObject_HEAD vectorcallfunc vectorcall;
-  PyObject* weak_references;
-  PyObject* method;
-  PyObject* owner;
-  Function function;
-};
+  pybind11::object wrapped;  // a bound method; a copied or loaded model has hooks of its own owner
+  Function function = nullptr;
 
-ModuleHook& hook_of(PyObject* self) { return *reinterpret_cast<ModuleHook*>(self); }
+  static constexpr const char* kName = "ModuleHook";
+  static constexpr auto arguments() { return std::tuple(&ModuleHook::wrapped); }
 
-// Calls function(), which returns a new reference. Turns exceptions of C++ into Python's.
-template <typename Body>
-PyObject* guarded(Body body) {
-  HANDLE_TH_ERRORS
-  return body();
-  END_HANDLE_TH_ERRORS
-}
+  void prepare() {
+    const auto name = wrapped.attr("__name__").cast<std::string>();
+    if (PyMethod_Check(wrapped.ptr())) function = function_of(name);
+    if (function == nullptr) throw std::runtime_error("this method has no ModuleHook");
+  }
 
-PyObject* call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* keywords) {
-  return guarded([&]() -> PyObject* {
-    const ModuleHook& hook = hook_of(self);
-    const Py_ssize_t count = PyVectorcall_NARGS(flags);
-    if (keywords == nullptr && (count == 3 || count == 4)) {
+  // Errors of torch become the exceptions that torch makes of them, as in its own bindings.
+  PyObject* call(const Call& call) const {
+    HANDLE_TH_ERRORS
+    const Py_ssize_t count = call.positional();
+    if (call.names == nullptr && (count == 3 || count == 4)) {
       const Answer answer =
-          hook.function(hook.owner, {args[0], args[1], args[2], count == 4 ? args[3] : Py_None});
+          function(PyMethod_GET_SELF(wrapped.ptr()),
+                   {call.args[0], call.args[1], call.args[2], count == 4 ? call.args[3] : Py_None});
       if (answer) return answer->inc_ref().ptr();
     }
-    return PyObject_Vectorcall(hook.method, args, flags, keywords);
-  });
-}
-
-PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
-  return guarded([&]() -> PyObject* {
-    const auto method =
-        pybind11::reinterpret_borrow<pybind11::tuple>(args)[pybind11::size_t{0}].cast<object>();
-    const Function function = function_of(method.attr("__name__").cast<std::string>());
-    object owner = method.attr("__self__");
-    PyObject* self = type->tp_alloc(type, 0);
-    if (self == nullptr) throw pybind11::error_already_set();
-    ModuleHook& hook = hook_of(self);
-    hook.vectorcall = call;
-    hook.method = method.inc_ref().ptr();
-    hook.owner = owner.release().ptr();
-    hook.function = function;
-    return self;
-  });
-}
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(hook_of(self).method);
-  Py_VISIT(hook_of(self).owner);
-  return 0;
-}
-
-int clear(PyObject* self) {
-  Py_CLEAR(hook_of(self).method);
-  Py_CLEAR(hook_of(self).owner);
-  return 0;
-}
-
-void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  PyObject_ClearWeakRefs(self);
-  clear(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-// A copied or loaded model has hooks of its own owner.
-PyObject* reduce(PyObject* self, PyObject* /*nothing*/) {
-  return guarded([&] {
-    return pybind11::make_tuple(handle(reinterpret_cast<PyObject*>(Py_TYPE(self))),
-                                pybind11::make_tuple(handle(hook_of(self).method)))
-        .release()
-        .ptr();
-  });
-}
+    return call.pass_to(wrapped);
+    END_HANDLE_TH_ERRORS
+  }
+};
 
 }  // namespace
 
@@ -327,33 +277,6 @@ std::uint64_t hash_of_shapes(const at::Tensor& input, const at::Tensor& output) 
   return hash;
 }
 
-void add_module_hook(pybind11::module_& module) {
-  static PyMemberDef members[] = {
-      {"__vectorcalloffset__", T_PYSSIZET, offsetof(ModuleHook, vectorcall), READONLY, nullptr},
-      {"__weaklistoffset__", T_PYSSIZET, offsetof(ModuleHook, weak_references), READONLY, nullptr},
-      {"__wrapped__", T_OBJECT, offsetof(ModuleHook, method), READONLY, nullptr},
-      {nullptr, 0, 0, 0, nullptr},
-  };
-  static PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
-  const auto slot = [](int number, auto* function) {
-    return PyType_Slot{number, reinterpret_cast<void*>(function)};
-  };
-  PyType_Slot slots[] = {
-      slot(Py_tp_new, make),
-      slot(Py_tp_dealloc, dealloc),
-      slot(Py_tp_traverse, traverse),
-      slot(Py_tp_clear, clear),
-      slot(Py_tp_call, PyVectorcall_Call),
-      {Py_tp_members, members},
-      {Py_tp_methods, methods},
-      {},
-  };
-  PyType_Spec spec = {"opacus_memprof._clipping.ModuleHook", sizeof(ModuleHook), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr || PyModule_AddType(module.ptr(), reinterpret_cast<PyTypeObject*>(type)) != 0)
-    throw pybind11::error_already_set();
-}
+void add_module_hook(pybind11::module_& module) { HookType<ModuleHook>::add(module); }
 
 }  // namespace opacus_memprof::clipping

@@ -14,9 +14,6 @@ namespace opacus_memprof::clipping {
 // `_after_entry`, `_before_layer` or `_after_layer`. A step calls them hundreds of times, and
 // nearly always the answer is found without Python code: for a module inside the running call, and
 // for a layer of `LayerHooks.plain` with one input. All other calls are passed to the method.
-//
-// It is a CPython type, because hooks and models hold each other, so that Python's garbage
-// collector must see the reference, and because a call through pybind11 takes longer than the hook.
 void add_module_hook(pybind11::module_& module);
 
 // Returns a hash of the shapes and dtypes of a layer's input and output.

@@ -29,45 +29,29 @@ bool to_id(PyObject* object, std::size_t limit, const char* what, Id& to) {
 
 }  // namespace
 
-PyObject* raise_current_exception() {
-  try {
-    throw;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    // torch's python_error means that a Python error is already set; its what() is empty.
-    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-bool refuse(PyObject* object, const char* expected) {
-  PyErr_Format(PyExc_TypeError, "%s is expected, not '%s'", expected, Py_TYPE(object)->tp_name);
-  return false;
-}
-
+template <>
 bool from_python(PyObject* object, Tag& tag) {
   if (!py::isinstance<Tag>(object)) return refuse(object, "a Tag");
   tag = py::handle(object).cast<const Tag&>();
   return true;
 }
 
+template <>
 bool from_python(PyObject* object, std::uint8_t& category) {
   return to_id(object, names().size(Names::Kind::category), "category", category);
 }
 
+template <>
 bool from_python(PyObject* object, std::uint16_t& module) {
   return to_id(object, names().size(Names::Kind::module), "module", module);
 }
 
+template <>
 bool from_python(PyObject* object, ModuleOrKeep& module) {
   return object == Py_None || from_python(object, module.id);
 }
 
+template <>
 bool from_python(PyObject* object, CategorySet& categories) {
   const auto ids = py::reinterpret_steal<py::object>(
       PySequence_Fast(object, "a sequence of category ids is expected"));
@@ -80,21 +64,20 @@ bool from_python(PyObject* object, CategorySet& categories) {
   return true;
 }
 
+template <>
 bool from_python(PyObject* object, OpId& op) {
   return to_id(object, names().size(Names::Kind::op), "op", op.id);
 }
 
-bool from_python(PyObject* object, Phase& phase) { return to_id(object, kPhases, "phase", phase); }
+template <>
+bool from_python(PyObject* object, Phase& phase) {
+  return to_id(object, kPhases, "phase", phase);
+}
 
+template <>
 bool from_python(PyObject* object, ObjectId& id) {
   id.address = PyLong_AsSize_t(object);
   return PyErr_Occurred() == nullptr;
-}
-
-bool from_python(PyObject* object, bool& value) {
-  const int is = PyObject_IsTrue(object);
-  value = is == 1;
-  return is >= 0;
 }
 
 }  // namespace opacus_memprof

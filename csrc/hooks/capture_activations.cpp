@@ -2,10 +2,11 @@
 // CaptureActivations: Opacus' forward hook, and the tensors that it appends to
 // `module.activations`.
 #include "allocators/backward_position.h"
+#include "hooks/arguments.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
-#include "hooks/hook_type.h"
 #include "hooks/hooks.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 

@@ -3,10 +3,11 @@
 // autograd has released its saved tensors. Allocations of the hook get one tag until its sampler
 // has returned, and another one afterwards.
 #include "core/tag_stack.h"
+#include "hooks/arguments.h"
 #include "hooks/attributes.h"
 #include "hooks/captures.h"
-#include "hooks/hook_type.h"
 #include "hooks/hooks.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 

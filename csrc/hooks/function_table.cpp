@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functions that opacus_memprof/hooks calls: plain CPython functions in one table. Most are
-// called in every step, for which pybind11 is too slow (arguments.h says why). _C.pyi documents
-// each.
+// called in every step, for which pybind11 is too slow (python/arguments.h says why). _C.pyi
+// documents each.
 #include "allocators/tensor.h"
 #include "core/names.h"
 #include "core/recorder.h"

@@ -3,9 +3,11 @@
 // the parameter's attributes: per-sample gradients, a clipped sum.
 #include "allocators/tensor.h"
 #include "core/recorder.h"
-#include "hooks/hook_type.h"
+#include "hooks/arguments.h"
 #include "hooks/hooks.h"
 #include "hooks/owners.h"
+#include "hooks/python_tag.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 
@@ -37,7 +39,7 @@ struct ParameterFunction {
   }
 
   [[gnu::hot]] PyObject* call(const Call& call) const {
-    auto result = py::reinterpret_steal<py::object>(call.pass_to(wrapped, tag));
+    auto result = py::reinterpret_steal<py::object>(pass_under(tag, call, wrapped));
     if (result && call.positional() > 0) retag_result(call.args[0]);
     return result.release().ptr();
   }

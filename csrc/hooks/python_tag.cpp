@@ -4,7 +4,6 @@
 #include <string>
 
 #include "core/names.h"
-#include "core/tag_stack.h"
 #include "hooks/arguments.h"
 
 namespace py = pybind11;

@@ -5,8 +5,10 @@
 #include <unordered_map>
 
 #include "allocators/tensor.h"
-#include "hooks/hook_type.h"
+#include "hooks/arguments.h"
 #include "hooks/hooks.h"
+#include "hooks/python_tag.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 
@@ -40,7 +42,7 @@ struct Sampler {
   }
 
   [[gnu::hot]] PyObject* call(const Call& call) const {
-    auto samples = py::reinterpret_steal<py::object>(call.pass_to(wrapped, tag));
+    auto samples = py::reinterpret_steal<py::object>(pass_under(tag, call, wrapped));
     if (!samples) return nullptr;
     end_sampling();
     retag_results(samples);

@@ -9,8 +9,9 @@
 #include <array>
 
 #include "allocators/backward_position.h"
-#include "hooks/hook_type.h"
+#include "hooks/arguments.h"
 #include "hooks/hooks.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tagged: runs a callable under a tag.
 #include "allocators/tensor.h"
-#include "hooks/hook_type.h"
+#include "hooks/arguments.h"
 #include "hooks/hooks.h"
+#include "hooks/python_tag.h"
+#include "python/hook_type.h"
 
 namespace py = pybind11;
 
@@ -22,12 +24,12 @@ struct Tagged {
   }
 
   [[gnu::hot]] PyObject* call(const Call& call) const {
-    if (module_of.is_none()) return call.pass_to(wrapped, tag);
+    if (module_of.is_none()) return pass_under(tag, call, wrapped);
     Tag with_module = tag;
     if (PyObject* tensor = argument(call); tensor != nullptr) {
       with_module.module = module_of_tensor(tensor);
     }
-    return call.pass_to(wrapped, with_module);
+    return pass_under(with_module, call, wrapped);
   }
 
   // Returns the argument that was passed by the name; nullptr if there is none.

@@ -4,7 +4,9 @@
 import copy
 import gc
 import importlib
+import inspect
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,9 +171,20 @@ def test_hooks_are_copied_with_their_owner_and_freed_with_it() -> None:
     assert freed() is None
 
 
-def test_methods_without_a_hook_are_refused() -> None:
+def _before_entry(*args: Any) -> None:
+    """Has the name of a method with a hook, but no owner."""
+
+
+@pytest.mark.parametrize("callable_", [[].append, Owner().__init__, _before_entry])
+def test_callables_without_a_hook_are_refused(callable_: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="no ModuleHook"):
-        native.ModuleHook([].append)
+        native.ModuleHook(callable_)
+
+
+def test_a_hook_is_known_by_its_extension_and_shows_its_method() -> None:
+    hook = native.ModuleHook(Owner()._before_entry)
+    assert type(hook).__module__ == "opacus_memprof._clipping"
+    assert inspect.unwrap(hook).__func__ is Owner._before_entry
 
 
 def test_an_anchor_makes_an_output_require_grad(received: Received) -> None:

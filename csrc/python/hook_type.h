@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python type of a hook: a callable in one of Opacus' hot Python paths. It is a CPython type,
-// called by the vectorcall protocol, because a call through pybind11 or of a Python object would
-// take several times as long as the hook.
+// The Python type of a hook: a callable in a hot Python path. It is a CPython type, called by the
+// vectorcall protocol, because a call through pybind11 or of a Python object would take several
+// times as long as the hook. Python's garbage collector sees what a hook refers to.
 //
 // A hook is a struct with these members:
 // - `static constexpr const char* kName`: the type's name in Python.
@@ -11,6 +11,7 @@
 //   throw.
 //
 // These are optional:
+// - `void prepare()`: called by the constructor when it has set the arguments. It may throw.
 // - `pybind11::object wrapped_callable() const`: `__wrapped__`; by default the member `wrapped`.
 // - `pybind11::object reduce(pybind11::handle protocol) const`: `__reduce_ex__`; by default
 //   constructs the hook from its arguments.
@@ -32,8 +33,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/tag_stack.h"
-#include "hooks/arguments.h"
+#include "python/arguments.h"
 
 namespace opacus_memprof {
 
@@ -50,16 +50,12 @@ struct Call {
   [[nodiscard]] PyObject* pass_to(pybind11::handle function) const {
     return PyObject_Vectorcall(function.ptr(), args, flags, names);
   }
-  [[nodiscard]] PyObject* pass_to(pybind11::handle function, const Tag& tag) const {
-    const TagScope scope(tag);
-    return pass_to(function);
-  }
 };
 
 template <typename Hook>
 class HookType {
  public:
-  // Makes the type and adds it to the module. Throws pybind11::error_already_set.
+  // Makes the type and adds it to the extension `module`. Throws pybind11::error_already_set.
   static void add(pybind11::module_& module) {
     static PyMemberDef members[] = {
         {"__vectorcalloffset__", T_PYSSIZET, offsetof(Instance, vectorcall), READONLY, nullptr},
@@ -89,7 +85,7 @@ class HookType {
     properties.push_back({});
     slots.push_back({Py_tp_getset, properties.data()});
     slots.push_back({});
-    static const std::string name = std::string("opacus_memprof._C.") + Hook::kName;
+    static const std::string name = module.attr("__name__").cast<std::string>() + "." + Hook::kName;
     PyType_Spec spec = {name.c_str(), sizeof(Instance), 0,
                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
                         slots.data()};
@@ -145,16 +141,19 @@ class HookType {
   }
 
   static PyObject* make(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
-    Hook hook;
-    const auto set = [&](auto... members) {
-      return parse(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), hook.*members...);
-    };
-    if (!std::apply(set, Hook::arguments())) return nullptr;
-    PyObject* self = type->tp_alloc(type, 0);
-    if (self == nullptr) return nullptr;
-    reinterpret_cast<Instance*>(self)->vectorcall = vectorcall;
-    new (&of(self)) Hook(std::move(hook));
-    return self;
+    return guarded([&] {
+      Hook hook;
+      const auto set = [&](auto... members) {
+        return parse(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), hook.*members...);
+      };
+      if (!std::apply(set, Hook::arguments())) throw pybind11::error_already_set();
+      if constexpr (requires { hook.prepare(); }) hook.prepare();
+      PyObject* self = type->tp_alloc(type, 0);
+      if (self == nullptr) throw pybind11::error_already_set();
+      reinterpret_cast<Instance*>(self)->vectorcall = vectorcall;
+      new (&of(self)) Hook(std::move(hook));
+      return pybind11::reinterpret_steal<pybind11::object>(self);
+    });
   }
 
   // Calls function(reference) for each member that holds an object.
