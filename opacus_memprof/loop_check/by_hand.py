@@ -209,6 +209,25 @@ def draws_random_numbers(call: Call) -> bool:
     return RandomState().differs(call.random)
 
 
+def mixing_loss(call: Call) -> tuple[float, float] | None:
+    """Returns the loss that a model computes, and that of its samples, if they differ.
+
+    Raises:
+        NotCheckedError: the model cannot be run on single samples.
+    """
+    scalars = [i for i, x in call.outputs.items() if x.dim() == 0 and i in call.cotangents]
+    size = size_of(call)
+    if size < 2 or not scalars:
+        return None
+    alone = [run_again(call, functools.partial(_only, n, size)) for n in range(size)]
+    for i in scalars:
+        total = torch.stack([found[i].detach().double() for found in alone]).sum()
+        of_samples = total / size if call.root.hooks.loss_reduction == "mean" else total
+        if not is_close(of_samples.to(call.outputs[i].dtype), call.outputs[i]):
+            return float(call.outputs[i]), float(of_samples)
+    return None
+
+
 def mixing_module(call: Call) -> tuple[str, float] | None:
     """Returns the module in which one sample changes the output of another, and the relative size of the change.
 

@@ -55,6 +55,11 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
         )
     if "Gradients haven't been cleared" in message or "already been processed" in message:
         return f"{said} optimizer.step() was called twice with the same gradients: call optimizer.zero_grad() after it."
+    if "missing 1 required positional argument: 'closure'" in message:
+        return (
+            f"{said} Opacus steps the original optimizer once, without a closure: one that evaluates the loss several "
+            "times in a step, such as LBFGS, cannot be private."
+        )
     if "Parameter tying is not supported" in message:
         return f"{said} {_tied(root)}"
     return None

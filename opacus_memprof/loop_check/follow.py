@@ -31,6 +31,7 @@ from opacus_memprof.loop_check.records import (
     RandomState,
     StepResult,
     first_line,
+    listed,
     physical_batches,
 )
 from opacus_memprof.loop_check.step_check import StepCheck, clip_bound, noise_std
@@ -201,10 +202,30 @@ class Follower:
         for root in self.roots:
             calls = [call for call in ran if call.root is root]
             if calls:
+                root.after_backward = root.per_sample_gradients()
+                self._check_changes(root)
                 batch = PhysicalBatch(calls, *factor)
                 for followed in self._optimizers_of(root):
                     followed.waiting.append(batch)
         return result
+
+    def _check_changes(self, root: PrivateModel) -> None:
+        """Finds a program that updates parameters by itself."""
+        if self.own_steps or any(each.steps for each in self._optimizers_of(root)):
+            root.before_steps = {}
+            return
+        before, root.before_steps = root.before_steps, {name: p.detach().clone() for name, p in root.trained().items()}
+        moved = [
+            name for name, p in before.items() if name in root.before_steps and not p.equal(root.before_steps[name])
+        ]
+        root.changes += bool(moved)
+        if root.changes == STEPS:
+            self.findings.defect(
+                f"The script changes {listed(moved)} between backward passes without a step of the private optimizer: "
+                "such updates are neither clipped nor noised. Call step() of the optimizer that make_private returns, "
+                "or of the DPOptimizer."
+            )
+            raise CheckEnded
 
     def _ghost_backward(self, original: Any, loss: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._in_ghost_backward = True
@@ -246,6 +267,7 @@ class Follower:
 
     def _pre_step(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         optimizer = followed.optimizer
+        self._check_per_sample_gradients(followed)
         bound = clip_bound(optimizer, followed.given)
         for batch in followed.waiting:
             batch.bound = bound
@@ -266,6 +288,17 @@ class Follower:
             else:
                 followed.step = None
         return is_ready
+
+    def _check_per_sample_gradients(self, followed: _Optimizer) -> None:
+        for root in {id(batch.calls[0].root): batch.calls[0].root for batch in followed.waiting}.values():
+            now = root.per_sample_gradients()
+            is_same = len(now) == len(root.after_backward) and all(
+                a is b and old == new for (a, old), (b, new) in zip(root.after_backward, now, strict=True)
+            )
+            root.after_backward = []
+            if now and not is_same:
+                for batch in followed.waiting:
+                    batch.is_changed = True
 
     def _add_noise(self, followed: _Optimizer, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         parameters = followed.optimizer.params

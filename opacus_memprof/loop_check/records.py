@@ -101,6 +101,9 @@ class PrivateModel:
     Attributes:
         plain: a copy from before the hooks; None if the model cannot be copied.
         recording: whether a call is in progress.
+        after_backward: the per-sample gradients that the last backward has left, and their versions.
+        before_steps: the parameters at the last backward, as long as no optimizer has made a step.
+        changes: how often they had changed since the backward before.
     """
 
     def __init__(self, hooks: AbstractGradSampleHooks, outer: nn.Module) -> None:
@@ -108,6 +111,9 @@ class PrivateModel:
         self.outer = outer
         self.model = inner_model(outer)
         self.recording = False
+        self.after_backward: list[tuple[torch.Tensor, int]] = []
+        self.before_steps: dict[str, torch.Tensor] = {}
+        self.changes = 0
         self.plain: nn.Module | None = None
         self.why_no_copy = ""
         try:
@@ -136,6 +142,11 @@ class PrivateModel:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that require grad."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def per_sample_gradients(self) -> list[tuple[torch.Tensor, int]]:
+        """The per-sample gradients that Opacus keeps in the parameters, and how often each was written to."""
+        kept = tree_leaves([getattr(p, "grad_sample", None) for p in self.trained().values()])
+        return [(x, x._version) for x in kept if isinstance(x, torch.Tensor)]
 
 
 @dataclass
@@ -170,12 +181,14 @@ class PhysicalBatch:
         factor: the constant that the loss was multiplied by directly before backward.
         scaled: whether a GradScaler scaled the loss.
         bound: the clipping bound when the optimizer clipped the batch; a list for one bound per parameter.
+        is_changed: whether the program has changed the per-sample gradients after backward.
     """
 
     calls: list[Call]
     factor: float
     scaled: bool
     bound: float | list[float] = 0.0
+    is_changed: bool = False
 
 
 @dataclass
@@ -320,6 +333,7 @@ class Deliveries:
         self._drawn = 0  # private batches
         self._recent: deque[Delivery] = deque(maxlen=16)
         self._others = 0  # batches of other loaders since the last step
+        self._is_matched = False  # whether inputs of a step were those of a batch
         self._accounted: list[tuple[float, float]] = []  # noise multipliers and rates since the last step
 
     def on_prepare(self, original: Any, engine: Any, loader: Any, /, **kwargs: Any) -> Any:
@@ -387,6 +401,8 @@ class Deliveries:
                     "make_private returned.",
                     "source",
                 )
+        elif self._drawn < steps and self._is_matched and not found:
+            unknown = "there are more steps than batches, and some are on inputs that are in no batch."
         elif self._drawn < steps or any(
             all(id(optimizer) in each.used for each in sources if each.is_private) for sources in found
         ):
@@ -399,6 +415,7 @@ class Deliveries:
             unknown = "the script draws from other loaders, too, and changes the batches before the model gets them."
         if unknown:
             self._findings.not_checked("whether the batches are drawn as the accountant assumes", unknown, "source")
+        self._is_matched = self._is_matched or bool(found)
         for sources in found:
             for each in sources:
                 each.used.add(id(optimizer))

@@ -15,11 +15,13 @@ from opacus_memprof.loop_check.by_hand import (
     check_noise,
     clip_by_hand,
     is_close,
+    mixing_loss,
     mixing_module,
     size_of,
 )
 from opacus_memprof.loop_check.explain import exact_modes
 from opacus_memprof.loop_check.records import (
+    Call,
     Findings,
     LogicalStep,
     NotCheckedError,
@@ -83,6 +85,7 @@ class StepCheck:
         self._findings = findings
         self._replica: Any = None
         self._before: dict[str, torch.Tensor] = {}
+        self._changed: set[str] = set()  # whose gradients are no longer the noised ones
         names = root.names()
         self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
         rule = getattr(getattr(optimizer, "bookkeeping", None), "rule", None)
@@ -113,6 +116,7 @@ class StepCheck:
         for p in self._trained.values():
             if id(p) not in self._step.noised and p.grad is not None:
                 self._step.noised[id(p)] = p.grad.detach().double() * self._expected_divisor()
+        self._check_gradients()
         self.result.noise, self.noise_sample = check_noise(self._step, self._trained, self._findings)
         self._check_divisor()
         self._repeat_update()
@@ -121,6 +125,8 @@ class StepCheck:
     def _check_sum(self) -> list[Batch]:
         if any(call.root is not self._root for batch in self._step.batches for call in batch.calls):
             raise NotCheckedError("the optimizer holds parameters of several private models.")
+        if any(batch.is_changed for batch in self._step.batches):
+            raise NotCheckedError("the script changes the per-sample gradients between backward and step.")
         hands = [clip_by_hand(batch, batch.bound, self._clipped, self._is_automatic) for batch in self._step.batches]
         expected = _sum([hand.total for hand in hands])
         result = self.result
@@ -229,6 +235,7 @@ class StepCheck:
         for batch in self._step.batches[:1]:
             for call in batch.calls:
                 try:
+                    self._check_inner_loss(call)
                     found = mixing_module(call)
                 except NotCheckedError as error:
                     self._findings.not_checked("whether samples are processed separately", str(error), "mixing")
@@ -244,6 +251,17 @@ class StepCheck:
                         "Use layers that compute each sample alone (for BatchNorm, GroupNorm).",
                         "mixing",
                     )
+
+    def _check_inner_loss(self, call: Call) -> None:
+        losses = mixing_loss(call)
+        if losses is not None:
+            of_batch, of_samples = losses
+            self._findings.defect(
+                f"The loss that the model computes is {of_batch:.4g} for the batch, but the "
+                f"{call.root.hooks.loss_reduction} of its samples' losses is {of_samples:.4g}: a sample's share "
+                "depends on the other samples, as in a mean over all valid labels. Return a loss for each sample.",
+                "inner loss",
+            )
 
     def _check_loss_scale(self, hands: Sequence[Batch] | None) -> None:
         factors = {batch.factor for batch in self._step.batches}
@@ -269,27 +287,52 @@ class StepCheck:
         else:
             self._findings.note(sentence, "scale")
 
+    def _check_gradients(self) -> None:
+        """Finds gradients that are no longer those to which the optimizer has added noise."""
+        changed: list[str] = []
+        noiseless: list[str] = []
+        for name, p in self._trained.items():
+            noised, summed = self._step.noised.get(id(p)), self._step.summed.get(id(p))
+            if noised is None or p.grad is None or 1 - _cosine(p.grad, noised) <= _rounding(p.dtype):
+                continue
+            self._changed.add(name)
+            is_noiseless = summed is not None and self._step.std > 0 and _lacks_noise(p.grad, noised, summed)
+            (noiseless if is_noiseless else changed).append(name)
+        if noiseless:
+            self._findings.defect(
+                f"The script replaces the gradients of {listed(noiseless)} by others without noise before the update.",
+                "no noise",
+            )
+        if changed:
+            self._findings.not_checked(
+                f"what has changed the gradients of {listed(changed)} after noise was added",
+                "values that depend on data are neither clipped nor noised there.",
+                "gradients",
+            )
+
     def _check_divisor(self) -> None:
         """Compares the divisor of the noised sum with the expected number of samples of a logical batch."""
         ratios = []
-        for p in self._trained.values():
-            noised = self._step.noised.get(id(p))
+        for name, p in self._trained.items():
+            noised = self._step.noised.get(id(p)) if name not in self._changed else None
             if noised is not None and p.grad is not None and float(p.grad.norm()) > 0:
                 ratios.append((float(noised.double().norm()) / float(p.grad.double().norm()), p.dtype))
         if not ratios:
             return
         passes, expected = max(1, self._step.accumulated), self._expected_divisor()
         found = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
+        model, optimizer = self._root.hooks.loss_reduction, self._optimizer.loss_reduction
+        why = f" The model has loss_reduction={model!r}, but the optimizer {optimizer!r}." if model != optimizer else ""
         if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
             self._findings.defect(
                 f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
                 f"{self._optimizer.expected_batch_size} * {physical_batches(passes)} accumulated): "
-                f"the update is {expected / found:.3g} times as large as with the mean over the samples.",
+                f"the update is {expected / found:.3g} times as large as with the {model} over the samples." + why,
                 "divisor",
             )
 
     def _expected_divisor(self) -> float:
-        if self._optimizer.loss_reduction == "sum":
+        if self._root.hooks.loss_reduction == "sum":
             return 1.0
         return float(self._optimizer.expected_batch_size) * max(1, self._step.accumulated)
 
@@ -388,6 +431,27 @@ def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
     if not all(norms):
         return 0.0, 0.0
     return norms[0] / norms[1], float(a @ b) / (norms[0] * norms[1])
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the cosine between two tensors; 1 between zeros."""
+    x, y = a.detach().double().flatten(), b.detach().double().flatten()
+    sizes = float(x.norm()), float(y.norm())
+    return float(x @ y) / (sizes[0] * sizes[1]) if all(sizes) else float(sizes[0] == sizes[1])
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Returns by how much the cosine of a tensor and its rounding can be below 1."""
+    return 1e-9 + 10 * torch.finfo(dtype).eps ** 2
+
+
+def _lacks_noise(gradient: torch.Tensor, noised: torch.Tensor, summed: torch.Tensor) -> bool:
+    """Returns whether a gradient is the sum without noise, or has little of the noise in a sum of many numbers."""
+    if 1 - _cosine(gradient, summed) <= _rounding(gradient.dtype):
+        return True
+    noise = noised.double() - summed.double().reshape(noised.shape)
+    share = _cosine(noised, noise)
+    return share > 12 / math.sqrt(noise.numel()) and _cosine(gradient, noise) < share / 2
 
 
 def _is_small(rest: torch.Tensor, target: torch.Tensor, tolerance: float) -> bool:

@@ -146,6 +146,34 @@ def changed_outside(mode: str) -> None:
     train(*made, after=lambda i: bias.data.add_(0.1))
 
 
+def multiplicity(mode: str) -> None:
+    """Two augmented copies of each sample are clipped as one (De et al. 2022, arXiv 2204.13650)."""
+    model, optimizer, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x.repeat_interleave(2, 0)), y.repeat_interleave(2)).backward()
+        for p in optimizer.params:
+            p.grad_sample = p.grad_sample.unflatten(0, (len(x), 2)).mean(1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_halved(mode: str) -> None:
+    """After noise, which is no defect of privacy."""
+    model, optimizer, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.pre_step()
+        model._module.conv.weight.grad[:2] *= 0.5
+        optimizer.original_optimizer.step()
+        optimizer.zero_grad()
+
+
+def generated(mode: str) -> None:
+    """A step on a batch, and one on what another model has made, as for a discriminator."""
+    model, optimizer, criterion, loader = private(mode, poisson_sampling=True)
+    train(model, optimizer, criterion, (part for x, y in loader for part in ((x, y), (torch.randn_like(x), y))))
+
+
 def by_hand(mode: str) -> None:
     """Without make_private."""
     model: Any = wrap_model(Net(), mode, **({"max_grad_norm": 1.0} if mode == "ghost" else {}))

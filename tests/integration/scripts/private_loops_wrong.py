@@ -16,7 +16,7 @@ from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGr
 from opacus.schedulers import StepNoise
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from opacus_memprof import PrivacyEngine
 from tests.integration.scripts.private_training import BATCH, Net, data, memory_manager, private, train
@@ -364,3 +364,73 @@ def inner_loss(mode: str, dropout: float = 0.0) -> None:
 
 def random_loss(mode: str) -> None:
     inner_loss(mode, 0.5)
+
+
+def valid_labels(mode: str) -> None:
+    """A mean over all valid labels inside the model. Each sample is clipped, so that only the loss shows it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels, ignore_index=-100)
+
+    labels = torch.randint(0, 4, (64, 5))
+    labels[::2, 2:] = -100
+    loader = DataLoader(TensorDataset(torch.randn(64, 5, 8), labels), batch_size=BATCH)
+    model, optimizer, _, loader = private(mode, Model(), data_loader=loader, max_grad_norm=1e-3)
+    for x, y in loader:
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def noiseless(mode: str) -> None:
+    """The gradients that are used are not those with noise."""
+    model, optimizer, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        raw = {p: p.grad.clone() for p in optimizer.params}
+        optimizer.pre_step()
+        for name, p in model._module.named_parameters():
+            if name == "norm.bias":
+                p.grad = p.summed_grad / BATCH
+            elif name == "conv.weight":
+                p.grad = raw[p]
+        optimizer.original_optimizer.step()
+        optimizer.zero_grad()
+
+
+def updated_by_hand(mode: str) -> None:
+    model, _, criterion, loader = private(mode)
+    for x, y in loader:
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        for p in model.parameters():
+            p.data -= 0.1 * p.grad
+
+
+def two_reductions(mode: str) -> None:
+    model: Any = GradSampleModule(Net(), loss_reduction="mean")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=BATCH,
+        loss_reduction="sum",
+    )
+    train(model, optimizer, nn.CrossEntropyLoss(), data())
+
+
+def lbfgs(mode: str) -> None:
+    model = Net()
+    made = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.LBFGS(model.parameters()),
+        data_loader=data(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    train(made[0], made[1], nn.CrossEntropyLoss(), made[2])
