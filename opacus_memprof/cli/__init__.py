@@ -49,6 +49,9 @@ for command in (experiment, experiments, sweep, single_gpu):
 app.command(rich_help_panel=EXPERIMENTS_PANEL)(draw)
 app.command(rich_help_panel=DEBUG_PANEL)(debug)
 
+# Words of typer in --help, which are constants of its rich_utils.
+TYPERS_WORDS = ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "DEFAULT_STRING", "REQUIRED_LONG_STRING")
+
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -72,9 +75,10 @@ def options(
 def translate_help(command: Any) -> None:
     """Puts the help of a command, its options and its subcommands into the current language.
 
-    What typer itself says, such as Usage and Options, stays English.
+    Usage, and what typer says about wrong options, stays English.
     """
-    for described in (command, *command.params):
+    help_option = command.get_help_option(typer.Context(command))  # the command keeps it
+    for described in (command, *command.params, help_option):
         for attribute in ("help", "rich_help_panel"):
             if isinstance(text := getattr(described, attribute, None), str):
                 setattr(described, attribute, tr_help(text))
@@ -88,7 +92,11 @@ def main() -> None:
         # Not app(), which would install typer's excepthook in the process of the profiled script.
         command = typer.main.get_command(app)
         if current_language() != "en":  # an unknown one is refused before anything runs
+            from typer import rich_utils
+
             translate_help(command)
+            for name in TYPERS_WORDS:
+                setattr(rich_utils, name, tr_help(getattr(rich_utils, name)))
         command()
     except MemprofError as error:
         print(f"opacus-memprof: {tr_sentence(str(error), least_words=2)}", file=sys.stderr)

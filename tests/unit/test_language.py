@@ -19,6 +19,7 @@ from babel.messages import mofile, pofile
 from rich.cells import cell_len
 from rich.console import Console
 from torch import nn
+from typer import rich_utils
 
 import opacus_memprof
 from opacus_memprof import cli, language
@@ -191,7 +192,7 @@ def test_no_sentence_that_a_command_shows_is_missing(files: str) -> None:
 
 def help_of(command: Any) -> Iterator[str]:
     """The paragraphs of a command's help, of its options and its subcommands."""
-    for described in (command, *command.params):
+    for described in (command, *command.params, command.get_help_option(typer.Context(command))):
         for attribute in ("help", "rich_help_panel"):
             text = getattr(described, attribute, None) or ""
             yield from (" ".join(part.split()) for part in text.split("\n\n") if part)
@@ -200,17 +201,21 @@ def help_of(command: Any) -> Iterator[str]:
 
 
 def test_the_help_of_every_command_and_option_is_translated_and_nothing_else() -> None:
-    assert set(help_of(typer.main.get_command(cli.app))) == language._catalogue("zh", "help").keys()
+    typers = {getattr(rich_utils, name) for name in cli.TYPERS_WORDS}
+    assert typers | set(help_of(typer.main.get_command(cli.app))) == language._catalogue("zh", "help").keys()
 
 
 @pytest.mark.parametrize("command", ["", "run", "report"])
 def test_help_is_chinese(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(language.VARIABLE, "zh")
     monkeypatch.setattr(sys, "argv", ["opacus-memprof", *command.split(), "--help"])
+    for name in cli.TYPERS_WORDS:
+        monkeypatch.setattr(rich_utils, name, getattr(rich_utils, name))  # English again behind this test
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    own = capsys.readouterr().out.replace("Show this message and exit.", "")  # typer's
+    own = capsys.readouterr().out
+    assert not re.search("Show this|Options|Arguments|default|required", own)
     assert english_words(own.replace("Model Context Protocol on", "")) == []
     assert re.search(r"[\u4e00-\u9fff]", own)
 
