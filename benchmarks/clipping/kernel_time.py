@@ -38,7 +38,7 @@ DEFAULT = [
 KINDS = {  # the first that the name has
     "noise": r"add_normals|distribution_elementwise|normal_kernel",
     "norms": r"norms_of|squared_norms|gram|write_norm|lpnorm|norm_reduce",
-    "sums and scaling": r"weighted_sum|group_gradients|add_products|add_rows|largest",
+    "sums and scaling": r"weighted_sum|group_gradients|token_gradients|add_products|add_rows|largest",
     "attention": r"flash|fmha|attention|sdpa",
     "convolutions": r"conv|wgrad|dgrad|fprop",
     "matrix products": r"gemm|nvjet|cutlass|splitk|gemv",

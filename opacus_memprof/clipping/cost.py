@@ -50,6 +50,9 @@ DEFAULT_WORKSPACE_MB = 256.0
 INDEX_BYTES = 64
 """Bytes for each token of an embedding: sorted indices, order, slots and the temporaries of sorting, all int64."""
 
+NORM_TOKENS = 32
+"""Tokens of a sample that one program of the CUDA kernel of LayerNorm and RMSNorm adds up."""
+
 _NORM_COPIES = 3  # normalized input, a cast of the input if dtypes differ, and statistics
 _GROUP_NORM_NUMBERS = 1 << 16  # elements of a sample and group that one program of the CUDA kernel processes
 _DRAWN_APART = 1 << 31  # bytes; torch draws the noise of larger tensors in parts, whose order the kernel cannot repeat
@@ -254,6 +257,26 @@ def copied_numbers(rows: int, columns: int, itemsize: int, *, folds: bool, split
 def norm_bytes(numbers: int, itemsize: int) -> int:
     """Returns the bytes of temporaries for a LayerNorm, RMSNorm or GroupNorm whose input has `numbers` elements."""
     return _NORM_COPIES * numbers * itemsize
+
+
+_NORM_FEATURES = 1 << 14  # of a token, which one program of the CUDA kernel has in registers
+
+
+def token_norm_bytes(samples: int, tokens: int, features: int, *, has_mean: bool) -> int | None:
+    """Returns the bytes of temporaries of the CUDA kernel of LayerNorm and RMSNorm; None if it is not used.
+
+    They are sums over `NORM_TOKENS` tokens each, in float32.
+
+    Args:
+        samples: number of samples.
+        tokens: tokens of each sample.
+        features: features of each token.
+        has_mean: whether the layer subtracts the mean, as LayerNorm does.
+    """
+    if not 0 < features <= _NORM_FEATURES:
+        return None
+    parts = -(-tokens // NORM_TOKENS)
+    return 4 * (1 + has_mean) * samples * parts * features if parts > 1 else 0
 
 
 def has_group_norm_kernel(numbers: int, groups: int) -> bool:

@@ -23,7 +23,11 @@ from opacus_memprof.clipping.kernels import gram as gram_triton
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.gram import gram_squared_norms_cuda
 from opacus_memprof.clipping.kernels.norms import gram_squared_norms
-from opacus_memprof.clipping.kernels.stacks import group_norm_gradients_cuda, weighted_sum_cuda
+from opacus_memprof.clipping.kernels.stacks import (
+    group_norm_gradients_cuda,
+    token_norm_gradients_cuda,
+    weighted_sum_cuda,
+)
 from opacus_memprof.clipping.kernels.sums import scale_single_samples
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.small_layers import find_deferred_norms, pop_small_sums
@@ -198,6 +202,25 @@ def test_kernels_that_are_launched_again() -> None:
         stack, factors = x.flatten(1), torch.rand(3, device="cuda")
         total = weighted_sum_cuda(stack, factors, torch.float32)
         torch.testing.assert_close(total.double(), factors.double() @ stack.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [nn.LayerNorm, nn.RMSNorm])
+def test_gradients_of_norms_of_small_inputs(build: type[nn.LayerNorm | nn.RMSNorm], dtype: torch.dtype) -> None:
+    """Against autograd: the default eps is larger than their squares."""
+    torch.manual_seed(0)
+    norm = build(300).cuda()
+    x, g = (1e-4 * torch.randn(2, 3, 70, 300, device="cuda")).to(dtype)
+    weight, bias = token_norm_gradients_cuda(
+        x, g, norm.eps or torch.finfo(torch.float32).eps, has_mean=build is nn.LayerNorm
+    )
+    for n in range(len(x)):
+        norm.zero_grad()
+        norm(x[n].float()).backward(g[n].float())
+        for found, parameter in zip((weight, bias), norm.parameters(), strict=False):
+            assert found is not None
+            torch.testing.assert_close(found[n], parameter.grad, rtol=1e-4, atol=1e-8)
 
 
 # Circular padding copies, in passing, from what it has not filled yet: a virtual GPU takes what comes of that for not

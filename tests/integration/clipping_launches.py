@@ -19,12 +19,14 @@ LAUNCHES = {
     # samples whose tokens cancel are added to all sums that are formed together.
     "transformer": {
         "gram_squared_norms_of_layers": 5,
+        "token_norm_gradients_cuda": 5,
         "squared_norms_cuda": 1,
         "weighted_sums_cuda": 1,
         "add_products_cuda": 1,
     },
     "transformer_rms_norm": {
         "gram_squared_norms_of_layers": 5,
+        "token_norm_gradients_cuda": 5,
         "squared_norms_cuda": 1,
         "weighted_sums_cuda": 1,
         "add_products_cuda": 1,
@@ -67,14 +69,15 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module, name in (
         (gram_triton, "gram_squared_norms_of_layers"),
         (stacks_triton, "group_norm_gradients_cuda"),
+        (stacks_triton, "token_norm_gradients_cuda"),
         (lost_triton, "add_products_cuda"),
         (stacks_triton, "squared_norms_cuda"),
         (stacks_triton, "weighted_sums_cuda"),
     ):
 
-        def counted(*args: object, name: str = name, call: object = getattr(module, name)) -> object:
+        def counted(*args: object, name: str = name, call: object = getattr(module, name), **kwargs: object) -> object:
             counts[name] = counts.get(name, 0) + 1
-            return call(*args)  # type: ignore[operator]
+            return call(*args, **kwargs)  # type: ignore[operator]
 
         monkeypatch.setattr(module, name, counted)
     return counts

@@ -201,6 +201,14 @@ FAULTS = [
         programs("kind_layer_norm_eps_unchecked"),
     ),
     Fault(
+        "token_norm_eps_on_cuda",
+        "layers/normalization.py",
+        "_FLOAT32_EPS if eps is None else eps",
+        "_FLOAT32_EPS",
+        "The kernel for LayerNorm and RMSNorm is called with RMSNorm's default eps.",
+        unit("clipping_keep_functions::the_same_is_kept"),
+    ),
+    Fault(
         "small_transposed_linear_layers_are_not_transposed",
         "layers/linear.py",
         "linear_gradients_cpu(*self.outer(x, g), ",

@@ -26,6 +26,7 @@ from opacus_memprof.clipping.kernels.stacks import (
     group_norm_gradients_cuda,
     scale_cuda,
     squared_norms_cuda,
+    token_norm_gradients_cuda,
     weighted_sum_cuda,
     weighted_sums_cuda,
 )
@@ -270,6 +271,24 @@ def test_group_norm_kernel(shape: tuple[int, ...], groups: int, dtype: torch.dty
         for found, parameter in ((weight[n], layer.weight), (bias[n], layer.bias)):
             assert parameter.grad is not None
             torch.testing.assert_close(found.double(), parameter.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (3, 70, 129), (2, 32, 16), (2, 33, 1), (1, 1, 7), (2, 3, 4100)])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_token_norm_kernel(norm: type[nn.LayerNorm | nn.RMSNorm], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Against autograd, one sample at a time in float64; inputs whose mean is far from 0."""
+    torch.manual_seed(0)
+    x, g = (5 + torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+    layer = norm(shape[-1], eps=1e-3).double()
+    weight, bias = token_norm_gradients_cuda(x, g, 1e-3, has_mean=norm is nn.LayerNorm)
+    for n in range(len(x)):
+        layer.zero_grad()
+        layer(x[n : n + 1].double()).backward(g[n : n + 1].double())
+        for found, parameter in zip((weight, bias), layer.parameters(), strict=False):
+            assert found is not None
+            assert parameter.grad is not None
+            torch.testing.assert_close(found[n].double(), parameter.grad, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("divisor", [3.0, 4.0])

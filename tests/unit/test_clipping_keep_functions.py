@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Build, tuple[int, ...]]] = {  # module, and its input's s
     "convolution's pair": (lambda: nn.Conv2d(6, 8, 3, padding=1), (4, 6, 2, 2)),
     "convolution's pair, groups": (lambda: nn.Conv2d(6, 8, 3, padding=1, groups=2), (4, 6, 2, 2)),
     "layer norm": (lambda: nn.LayerNorm(6), (4, 9, 6)),
+    "layer norm, eps": (lambda: nn.LayerNorm(6, eps=0.5), (4, 9, 6)),
     "layer norm, no bias": (lambda: nn.LayerNorm(6, bias=False), (4, 9, 6)),
     "root mean square norm": (lambda: nn.RMSNorm(6), (4, 9, 6)),
     "group norm": (lambda: nn.GroupNorm(2, 6), (4, 6, 3, 4)),
@@ -57,7 +58,9 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         "gram_squared_norms",
         lambda g, a, workspace, lost=None: norms._tiled_squared_norms(g, a, workspace),
     )
-    kernel = SimpleNamespace(group_norm_gradients_cuda=group_norm_gradients)
+    kernel = SimpleNamespace(
+        group_norm_gradients_cuda=group_norm_gradients, token_norm_gradients_cuda=token_norm_gradients
+    )
     monkeypatch.setitem(sys.modules, "opacus_memprof.clipping.kernels.stacks", kernel)
 
 
@@ -66,6 +69,14 @@ def group_norm_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     normalized = nn.functional.group_norm(x, groups, eps=eps)
     return (normalized * g).flatten(2).sum(2), g.flatten(2).sum(2)
+
+
+def token_norm_gradients(
+    x: torch.Tensor, g: torch.Tensor, eps: float, *, has_mean: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    own = x - x.mean(2, keepdim=True) if has_mean else x
+    products = g * own * (own.square().mean(2, keepdim=True) + eps).rsqrt()
+    return products.sum(1), g.sum(1) if has_mean else None
 
 
 def assert_equal(kept: KeptTensors, expected: KeptTensors) -> None:

@@ -139,3 +139,14 @@ def test_the_group_norm_kernel_compiles_for_the_h200(element: str, tokens: int) 
     signature = {"x": f"*{element}", "g": f"*{element}", "weight": "*fp32", "bias": "*fp32", "eps": "fp32"}
     constants = {"CHANNELS": 2048 // tokens, "TOKENS": tokens}
     assert _compile(stacks_triton.group_gradients, signature, constants, 8).asm["cubin"]
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16"])
+@pytest.mark.parametrize("features", [64, 2048, 16384])
+@pytest.mark.parametrize("has_mean", [True, False])
+def test_the_token_norm_kernel_compiles_for_the_h200(element: str, features: int, has_mean: bool) -> None:
+    from opacus_memprof.clipping.kernels import stacks as stacks_triton
+
+    signature = {"x": f"*{element}", "g": f"*{element}", "out": "*fp32", "eps": "fp32"}
+    constants = {"OWN": 32, "TOKENS": max(1, min(4096 // features, 32)), "FEATURES": features, "MEAN": has_mean}
+    assert _compile(stacks_triton.token_gradients, signature, constants, 8).asm["cubin"]

@@ -139,6 +139,11 @@ class FlashClip:
         # How many groups GroupNorm has is not known. With one, its kernel would go through all of a sample.
         if kind == "GroupNorm" and self.in_registers and cost.has_group_norm_kernel(numbers, 1):
             return 0
+        features = self.layer.module.weight
+        if kind in ("LayerNorm", "RMSNorm") and self.in_registers and forward.element_bytes <= 4 and features:
+            of_kernel = cost.token_norm_bytes(n, numbers // features, features, has_mean=kind == "LayerNorm")
+            if of_kernel is not None and of_kernel <= WORKSPACE_BYTES:
+                return of_kernel
         unit = cost.norm_bytes(numbers, forward.element_bytes)
         samples = cost.fit(WORKSPACE_BYTES, unit, n)
         return samples * sample if samples else WORKSPACE_BYTES * sample // unit

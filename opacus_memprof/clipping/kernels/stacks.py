@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradients on CUDA: norms and clipped sums of kept ones, and the gradients of GroupNorm.
+"""Per-sample gradients on CUDA: norms and clipped sums of kept ones, and the gradients of norms' weights.
 
 Stacks of gradients are read once and accumulated in float32. There are many small ones (a bias of each layer).
 Launching a kernel for each would take the host longer than the device needs for all. One launch processes all of them,
 by a table of their addresses.
 
-GroupNorm's gradients take one launch and no temporaries. One program per sample and group reads the group's inputs
-three times, the last two times from a cache: for the mean, for the variance, and for the products with the output's
-gradients, which it reads once. The normalized input is never in memory.
+The gradients of GroupNorm, LayerNorm and RMSNorm take one launch, and the normalized input is never in memory. For
+GroupNorm one program per sample and group reads the group's inputs three times, the last two times from a cache: for
+the mean, for the variance, and for the products with the output's gradients, which it reads once. For LayerNorm and
+RMSNorm each program reads some tokens of a sample, once.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
+from opacus_memprof.clipping.cost import NORM_TOKENS
 from opacus_memprof.clipping.kernels.native import address_table, empty_sums, launch
 from opacus_memprof.clipping.workspace import KERNEL_DTYPES
 
@@ -23,6 +25,7 @@ TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for dtype in KERN
 """Triton's name of each dtype."""
 
 _TILE = 2048  # numbers that a program of GroupNorm processes at once
+_TOKEN_TILE = 4096  # numbers that a program of LayerNorm processes at once, unless one token has more
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -195,3 +198,62 @@ def group_norm_gradients_cuda(
     arguments = (x, g, weight, bias, channels // groups, tokens, eps)
     launch(group_gradients, (samples * groups, 1, 1), *arguments, num_warps=8, **sizes)
     return weight, bias
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator, unused-ignore]
+def token_gradients(  # type: ignore[no-untyped-def]  # Triton would interpret annotations as its types
+    x,
+    g,
+    out,
+    tokens,
+    features,
+    eps,
+    OWN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    sample, samples = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    feature = tl.arange(0, FEATURES)
+    weight = tl.zeros((FEATURES,), dtype=tl.float32)
+    bias = tl.zeros((FEATURES,), dtype=tl.float32)
+    for first in range(part * OWN, tl.minimum((part + 1) * OWN, tokens), TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (feature < features)[None, :]
+        at = (sample * tokens + token)[:, None] * features + feature[None, :]
+        apart = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        each = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+        if MEAN:
+            apart = tl.where(inside, apart - (tl.sum(apart, 1) / features)[:, None], 0.0)
+        scale = tl.rsqrt(tl.sum(apart * apart, 1) / features + eps)
+        weight += tl.sum(each * apart * scale[:, None], 0)
+        bias += tl.sum(each, 0)
+    out += (sample * parts + part) * features + feature
+    tl.store(out, weight, mask=feature < features)
+    if MEAN:
+        tl.store(out + samples * parts * features, bias, mask=feature < features)
+
+
+def token_norm_gradients_cuda(
+    x: torch.Tensor, g: torch.Tensor, eps: float, *, has_mean: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the per-sample gradients of the weight and the bias of a LayerNorm or an RMSNorm, each [N, C] float32.
+
+    Those of the bias are None without a mean: RMSNorm has no bias. Each sample's sums are those of any other batch.
+
+    Args:
+        x: the input, [N, T, C], contiguous, not empty; float32, float16 or bfloat16.
+        g: the gradient of the output, of the same shape; one of these dtypes.
+        eps: added to the variance, or to the mean square.
+        has_mean: whether the mean over features is subtracted.
+    """
+    samples, tokens, features = x.shape
+    parts = triton.cdiv(tokens, NORM_TOKENS)
+    sums = torch.empty(1 + has_mean, samples, parts, features, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(features)
+    sizes = {"OWN": NORM_TOKENS, "TOKENS": max(1, min(_TOKEN_TILE // width, NORM_TOKENS)), "FEATURES": width}
+    arguments = (x, g, sums, tokens, features, eps)
+    launch(token_gradients, (parts, samples, 1), *arguments, num_warps=8, **sizes, MEAN=has_mean)
+    sums = sums.sum(2) if parts > 1 else sums.squeeze(2)
+    return sums[0], sums[1] if has_mean else None

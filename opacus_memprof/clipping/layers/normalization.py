@@ -2,9 +2,11 @@
 """Layers that normalize or scale features, whose per-sample gradients are small and always kept.
 
 They are nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, and any layer whose output is `c(x) * weight + bias`, feature by
-feature. The normalized input is recomputed, some samples (or tokens, or groups) at a time.
+feature. On CUDA one kernel finds them where it can. Otherwise the normalized input is recomputed, some samples (or
+tokens, or groups) at a time.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -19,12 +21,16 @@ from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
 from opacus_memprof.clipping.workspace import CPU_DTYPES, Workspace, accumulation_dtype, slices
 
+_FLOAT32_EPS = torch.finfo(torch.float32).eps  # what torch.rms_norm takes by default, in low precision, too
+
 
 class _LastDimensionsNorm(Layer):
     """A layer that normalizes over the last dimensions, each token separately."""
 
     module: nn.LayerNorm | nn.RMSNorm
     any_arrangement = True
+    has_mean: bool
+    """Whether the mean over the features is subtracted."""
 
     def min_dimensions(self) -> int:
         return 1 + len(self.module.normalized_shape)
@@ -37,6 +43,15 @@ class _LastDimensionsNorm(Layer):
         dtype = accumulation_dtype(g.dtype)
         tokens = g.shape[1 : g.dim() - len(shape)].numel()
         gradients: dict[str, torch.Tensor] = {}
+        if x is not None and self.is_trainable("weight") and self._has_kernel(x, g, workspace):
+            flat = [each.view(len(g), tokens, -1) for each in (x, g)]
+            weight, bias = self._gradients_cuda(*flat)
+            own = {"bias": bias, "weight": weight}
+            return {
+                name: each.view(len(each), *shape)
+                for name, each in own.items()
+                if each is not None and self.is_trainable(name)
+            }
         g = g.reshape(g.shape[0], tokens, *shape)
         if self.is_trainable("bias"):
             gradients["bias"] = g.sum(1, dtype=dtype) if tokens != 1 else g.squeeze(1)
@@ -59,6 +74,8 @@ class _LastDimensionsNorm(Layer):
     ) -> KeepFunction | None:
         is_flat = len(self.module.normalized_shape) == 1
         is_plain = is_flat and x.dim() == g.dim() == 3 and x.dtype == g.dtype and g.shape[1] > 1
+        if is_plain and self.is_trainable("weight") and self._has_kernel(x, g, workspace):
+            return self._keep_stacks_cuda
         fits = cost.norm_bytes(g.numel(), g.element_size()) <= workspace.bytes
         return self._keep_stacks if is_plain and fits and self.is_trainable("weight") else None
 
@@ -70,6 +87,30 @@ class _LastDimensionsNorm(Layer):
             stacks[bias] = g.sum(1, dtype=accumulation_dtype(g.dtype))
         stacks[self.weight()] = self._weight_gradients(x, g)
         return keep_stacks(stacks)
+
+    def _keep_stacks_cuda(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
+        """Does the same as `_keep_stacks`, by one kernel."""
+        weight, bias = self._gradients_cuda(x, g)
+        own = [(self.module._parameters.get("bias"), bias), (self.module._parameters["weight"], weight)]
+        stacks = {p: stack for p, stack in own if p is not None and p.requires_grad and stack is not None}
+        return keep_stacks(stacks)
+
+    def _has_kernel(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> bool:
+        """Returns whether one kernel computes the gradients, with temporaries that fit."""
+        if not (has_kernels(x) and has_kernels(g) and x.is_contiguous() and g.is_contiguous() and g.numel()):
+            return False
+        features = math.prod(self.module.normalized_shape)
+        samples = len(g)
+        tokens = g.numel() // (samples * features)
+        needed = cost.token_norm_bytes(samples, tokens, features, has_mean=self.has_mean)
+        return x.shape == g.shape and needed is not None and needed <= workspace.bytes
+
+    def _gradients_cuda(self, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the per-sample gradients of the weight and the bias, for inputs [B, T, features]."""
+        from opacus_memprof.clipping.kernels.stacks import token_norm_gradients_cuda
+
+        eps = self.module.eps
+        return token_norm_gradients_cuda(x, g, _FLOAT32_EPS if eps is None else eps, has_mean=self.has_mean)
 
     def _weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """Returns the weight's per-sample gradients, all at once, for inputs [B, T, *normalized_shape].
@@ -85,6 +126,7 @@ class LayerNormLayer(_LastDimensionsNorm):
     """nn.LayerNorm."""
 
     module: nn.LayerNorm
+    has_mean = True
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return torch.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
@@ -129,6 +171,7 @@ class RMSNormLayer(_LastDimensionsNorm):
     """nn.RMSNorm."""
 
     module: nn.RMSNorm
+    has_mean = False
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, list(self.module.normalized_shape), eps=self.module.eps)
