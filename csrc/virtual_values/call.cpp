@@ -5,7 +5,10 @@
 #include <ATen/ops/nan_to_num.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <exception>
+#include <string>
 #include <string_view>
 
 #include "virtual_values/carry_out.h"
@@ -24,8 +27,25 @@ constexpr double kExpense = 3e8;
 
 constexpr std::string_view kUnscale = "aten::_amp_foreach_non_finite_check_and_unscale_";
 
+constexpr std::array<std::string_view, 4> kAsserted{
+    "out of bounds", "out of range", "probability tensor contains", "should be between 0 and 1"};
+
 bool is_inexact(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
+}
+
+std::string reason_of(const std::exception& error) {
+  const auto* const own = dynamic_cast<const c10::Error*>(&error);
+  return own != nullptr ? own->what_without_backtrace() : error.what();
+}
+
+// The CPU refuses values that a GPU's kernel asserts not to meet.
+bool is_asserted(const Operation& operation, const std::exception& error) {
+  const std::string reason = reason_of(error);
+  return operation.name == "aten::_assert_async" ||
+         dynamic_cast<const c10::IndexError*>(&error) != nullptr ||
+         std::any_of(kAsserted.begin(), kAsserted.end(),
+                     [&](std::string_view each) { return reason.find(each) != std::string::npos; });
 }
 
 bool scales_first_by_zero(const Operation& operation, const std::vector<c10::IValue>& arguments) {
@@ -60,6 +80,7 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
     for_each_tensor(arguments_[index], [&](const at::Tensor& tensor) {
       if (tensor.is_cuda()) {
         cuda_ = true;
+        if (parameter.passed_over) return;
         if (is_plain(tensor)) {
           tensors_.push_back({tensor, parameter, position, list, false, {}});
         } else if (is_compound(tensor)) {
@@ -207,13 +228,12 @@ bool Call::is_written_argument(const at::Tensor& tensor) const {
 State Call::finish(torch::jit::Stack& stack) {
   const std::size_t returns = handle_.schema().returns().size();
   bool all_small = small_;
-  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
-       ++result) {
-    for_each_tensor(*result, [&](const at::Tensor& tensor) {
+  for (std::size_t index = 0; index < stored_of(returns); ++index) {
+    const c10::IValue& result = stack[stack.size() - returns + index];
+    for_each_tensor(result, [&](const at::Tensor& tensor) {
       if (tensor.is_cuda() && !is_plain(tensor)) all_small = all_small && is_compound(tensor);
     });
-    for_each_part(*result,
-                  [&](const at::Tensor& part) { all_small = all_small && is_small(part); });
+    for_each_part(result, [&](const at::Tensor& part) { all_small = all_small && is_small(part); });
   }
   bool done = false;
   if (operation_.on_cpu || !compounds_.empty()) {
@@ -254,13 +274,18 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
       const OnCpu on_cpu;
       return carry_out(handle_, operation_, arguments_, seed_, compounds_);
     }();
-    if (operation_.counts_on_device) {
-      if (!is_computed(state_)) take_every_element_for_none(operation_, arguments_, values);
+    if (operation_.counts_on_device && !is_computed(state_))
+      take_every_element_for_none(operation_, arguments_, values);
+    // Of operators of other libraries it is not known which of them count.
+    if (operation_.counts_on_device || !operation_.name.starts_with("aten::")) {
+      bool other = false;
       for (std::size_t index = 0; index < returns; ++index)
-        give_shape_of(operation_, values[index], results[index]);
+        other = give_shape_of(operation_, values[index], results[index]) || other;
+      if (other && !operation_.counts_on_device && !is_computed(state_))
+        count_assumed_shape(operation_.name);
     }
     const OnCpu on_cpu;
-    for (std::size_t index = 0; index < returns; ++index) {
+    for (std::size_t index = 0; index < stored_of(returns); ++index) {
       const c10::IValue& value = values[index];
       c10::IValue& result = results[index];
       if (result.isTensor() && value.isTensor()) {
@@ -274,22 +299,39 @@ bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
       } else if (!value.isNone()) {
         result = value;
       } else {
-        // What a counterpart leaves out is for the operator's own backward, whose counterpart does
-        // not read it.
-        for_each_tensor(result, [&](const at::Tensor& tensor) {
-          if (is_plain(tensor) && is_dense(tensor)) {
-            ranges().set_uniform(span_of(tensor), {state_at(0), {.bytes = {}, .size = 1}});
-          }
-        });
+        for_each_tensor(result,
+                        [&](const at::Tensor& tensor) { keep_for_backward(tensor, value); });
       }
     }
+    if (operation_.kept >= 0) {
+      const auto kept = static_cast<std::size_t>(operation_.kept);
+      keep_for_backward(results[kept].toTensor(), values[kept]);
+    }
     note_arguments_written();
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    if (state_ == State::known && is_asserted(operation_, error)) assertion_ = reason_of(error);
     count_failure(operation_.name);
     restore();
     return false;
   }
   return true;
+}
+
+std::size_t Call::stored_of(std::size_t returns) const {
+  return operation_.kept < 0 ? returns : static_cast<std::size_t>(operation_.kept);
+}
+
+// Nothing but the operator's own backward reads it, and of that the counterpart reads the beginning
+// at most.
+void Call::keep_for_backward(const at::Tensor& output, const c10::IValue& value) const {
+  if (!is_plain(output) || !is_dense(output)) return;
+  Span span = span_of(output);
+  ranges().set_uniform(span, {state_at(0), {.bytes = {}, .size = 1}});
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const at::Tensor& beginning = value.toTensor();
+  span.end = span.begin + beginning.nbytes();
+  ranges().set(span, state_at(0));
+  std::memcpy(bytes_at(span.begin), beginning.const_data_ptr(), span.size());
 }
 
 // The value of a result that is not an argument, into its bytes.
@@ -426,9 +468,9 @@ void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t
       note_not_computed(each.tensor);
     }
   }
-  for (auto result = stack.end() - static_cast<std::ptrdiff_t>(returns); result != stack.end();
-       ++result) {
-    for_each_tensor(*result, [&](const at::Tensor& tensor) {
+  const std::size_t fresh = operation_.kept < 0 ? returns : stored_of(returns) + 1;
+  for (std::size_t index = 0; index < fresh; ++index) {
+    for_each_tensor(stack[stack.size() - returns + index], [&](const at::Tensor& tensor) {
       if (!tensor.is_cuda() || is_written_argument(tensor)) return;
       // Indices are what the kernel's own operators have made of them.
       if (const auto parts = parts_of(tensor); !parts.empty() && is_plain(parts.back()))

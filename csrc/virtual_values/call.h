@@ -6,6 +6,7 @@
 #include <ATen/core/stack.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "virtual_values/carry_out.h"
@@ -34,6 +35,10 @@ class Call {
   // are on the stack. Answers how far they are what a real GPU would give.
   State finish(torch::jit::Stack& stack);
 
+  // What is wrong with the values of a call that a real GPU's kernel stops at; empty where it does
+  // not.
+  [[nodiscard]] const std::string& assertion() const { return assertion_; }
+
   // Of what the call reads: the lowest of all inputs.
   [[nodiscard]] State state() const { return state_; }
 
@@ -58,6 +63,9 @@ class Call {
   bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
   void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
   bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);
+  // The results that are stored, of so many.
+  [[nodiscard]] std::size_t stored_of(std::size_t returns) const;
+  void keep_for_backward(const at::Tensor& output, const c10::IValue& value) const;
   void store(const at::Tensor& output, const at::Tensor& value, State state) const;
   void store_compound(const at::Tensor& output, const at::Tensor& value, State state) const;
   [[nodiscard]] bool coalesce_indices(const at::Tensor& output);
@@ -75,6 +83,7 @@ class Call {
   bool small_ = true;
   std::uint64_t seed_ = 0;
   State state_ = State::known;
+  std::string assertion_;
   std::vector<State> states_;  // by position, of an operator on lists
 };
 

@@ -137,6 +137,9 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
   std::uint64_t offset = 0;
   try {
     offset = generator.get_offset();
+    // cuDNN's dropout has a state of its own, and draws anew in each call.
+    if (operation.name == "aten::_cudnn_rnn" && arguments[11].toDouble() > 0)
+      generator.set_offset(offset + 4);
   } catch (const c10::Error&) {
     // Not known while a CUDA graph is captured: its draws are the same in each.
   }
@@ -192,6 +195,15 @@ double expense_of(const Operation& operation, const std::vector<c10::IValue>& ar
             ? static_cast<double>(weight.numel() / std::max<std::int64_t>(weight.size(1), 1))
             : 0;
     return (input == 0 ? 2 : 4) * elements(input) * a_channel;
+  }
+  if (name == "aten::_cudnn_rnn" || name == "aten::_cudnn_rnn_backward") {
+    double weights = 0;
+    for_each_tensor(arguments[1], [&](const at::Tensor& weight) {
+      weights += static_cast<double>(weight.numel());
+    });
+    const double steps =
+        elements(0) / static_cast<double>(std::max<std::int64_t>(tensor(0).size(-1), 1));
+    return (name == "aten::_cudnn_rnn" ? 2 : 6) * weights * steps;
   }
   if (name == "aten::linalg_vector_norm" || name == "aten::linalg_cross") return 0;
   if (name.starts_with("aten::_scaled_dot_product_")) {

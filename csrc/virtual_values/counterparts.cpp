@@ -10,6 +10,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "virtual_values/recurrent.h"
+
 namespace opacus_memprof::virtual_values {
 namespace {
 
@@ -274,7 +276,7 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::_embedding_bag_forward_only", &embedding_bag},
   };
   const auto found = all.find(operation);
-  return found == all.end() ? nullptr : found->second;
+  return found == all.end() ? recurrent_counterpart_of(operation) : found->second;
 }
 
 }  // namespace opacus_memprof::virtual_values

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What stands in on the CPU for operators that have a kernel for CUDA alone: fused attention,
-// cuDNN's batch normalization.
+// cuDNN's batch normalization and recurrent layers.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -35,6 +35,20 @@ struct Place {
 
 constexpr int kFrames = 32;
 
+// What the frame evaluates, as ":first column:last line:last column"; empty where that is not
+// known, as in Python 3.10.
+std::string columns_of([[maybe_unused]] PyFrameObject* frame, [[maybe_unused]] PyCodeObject* code) {
+#if PY_VERSION_HEX >= 0x030B0000
+  int line = -1, column = -1, last_line = -1, last_column = -1;
+  const int found =
+      PyCode_Addr2Location(code, PyFrame_GetLasti(frame), &line, &column, &last_line, &last_column);
+  if (found != 0 && std::min({column, last_line, last_column}) >= 0)
+    return ':' + std::to_string(column) + ':' + std::to_string(last_line) + ':' +
+           std::to_string(last_column);
+#endif
+  return "";
+}
+
 Place place() {
   Place found;
   if (Py_IsInitialized() == 0) return found;
@@ -45,7 +59,8 @@ Place place() {
     const std::string file = text_of(code->co_filename);
     const std::string line = file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     if (found.line.empty() && is_the_programs(file)) found.line = line;
-    if (depth < kFrames) found.stack += '\n' + line + ':' + text_of(code->co_name);
+    if (depth < kFrames)
+      found.stack += '\n' + line + columns_of(frame, code) + ':' + text_of(code->co_name);
     Py_DECREF(code);
     PyFrameObject* const outer =
         depth < kFrames || found.line.empty() ? PyFrame_GetBack(frame) : nullptr;

@@ -15,7 +15,7 @@ namespace opacus_memprof::virtual_values {
 
 // By operator and, as "file:line", where the program called it; the line is empty where there is
 // none, as on threads of autograd. More lines follow: the frames of Python, the innermost first,
-// each with the name of its function.
+// each with the columns of what it evaluates and the name of its function.
 using Uses = std::map<std::pair<std::string, std::string>, std::uint64_t>;
 
 // The host has read what is not known: what was not computed, or what other ranks would give.

@@ -49,9 +49,12 @@ void write_round_robin(const at::Tensor& output, std::int64_t dimension, std::in
 
 }  // namespace
 
-void give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result) {
-  if (value.isTensor() && result.isTensor())
-    resize(operation, result.toTensor(), value.toTensor().sizes());
+bool give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result) {
+  if (!value.isTensor() || !result.isTensor() || !is_plain(result.toTensor()) ||
+      result.toTensor().sizes() == value.toTensor().sizes())
+    return false;
+  resize(operation, result.toTensor(), value.toTensor().sizes());
+  return true;
 }
 
 void take_every_element_for_none(const Operation& operation,

@@ -12,7 +12,8 @@
 namespace opacus_memprof::virtual_values {
 
 // Gives a result of the CUDA kernel, which found no count, the shape of the one that was computed.
-void give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result);
+// Answers whether it is another one.
+bool give_shape_of(const Operation& operation, const c10::IValue& value, c10::IValue& result);
 
 // Values that were not computed gave an empty result, which is not an upper bound: replaces it by
 // the result that all elements would give. Counts the use.

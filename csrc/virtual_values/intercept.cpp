@@ -254,6 +254,12 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   handle.redispatchBoxed(below, stack);
   follow_allocator();
   const State state = operation.kind == Kind::item ? call->state() : call->finish(*stack);
+  if (within.first() && !call->assertion().empty()) {
+    constexpr std::int32_t kAssert = 710;  // cudaErrorAssert
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, kAssert,
+                                "CUDA error: device-side assert triggered (" + operation.name +
+                                    ": " + call->assertion() + ")");
+  }
   if (operation.kind == Kind::item || operation.kind == Kind::equal ||
       (operation.dynamic_shape && state == State::alike)) {
     read_within = std::min(read_within, state);

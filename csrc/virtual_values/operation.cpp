@@ -24,12 +24,13 @@ bool contains(const std::array<std::string_view, size>& names, std::string_view 
 constexpr std::array<std::string_view, 3> kWhole{"aten::convolution", "aten::convolution_backward",
                                                  "aten::conj_physical_"};
 
-// They change what a tensor is, not its values; or they check values where a real GPU would only
-// later.
+// They change what a tensor is, not its values.
 constexpr std::array<std::string_view, 15> kNoValues{
     "aten::set_", "aten::resize_", "aten::resize_as_", "aten::resize_as_sparse_",
-    "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::_assert_async",
-    "aten::is_set_to", "aten::_lazy_clone",
+    "aten::record_stream", "aten::_pin_memory", "aten::is_pinned", "aten::is_set_to",
+    "aten::_lazy_clone",
+    // Copies the weights into one piece of memory, by operators that are seen.
+    "aten::_cudnn_rnn_flatten_weight",
     // Their results share the memory of their arguments.
     "aten::_sparse_coo_tensor_with_dims_and_tensors", "aten::_sparse_coo_tensor_with_dims",
     "aten::_sparse_compressed_tensor_with_dims", "aten::_coalesced_", "aten::sparse_resize_"};
@@ -63,6 +64,9 @@ constexpr std::array<std::string_view, 2> kFillsArguments{"aten::_cummax_helper"
 constexpr std::array<std::string_view, 8> kWriteInPart{
     "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
     "aten::index_fill_", "aten::masked_fill_",     "aten::masked_scatter_", "aten::put_"};
+
+// What cuDNN's recurrent layers hold for themselves, beside the weights.
+constexpr std::array<std::string_view, 3> kOfRecurrent{"weight_buf", "dropout_state", "reserve"};
 
 // beta * the first argument + a product: a beta of 0 lets programs pass memory that was not
 // written.
@@ -125,6 +129,8 @@ Operation describe(const c10::OperatorHandle& handle) {
   operation.name = handle.operator_name().name;
   if (operation.kind == Kind::pass) return operation;
   const auto& schema = handle.schema();
+  const bool recurrent = operation.name.starts_with("aten::_cudnn_rnn");
+  if (operation.name == "aten::_cudnn_rnn") operation.kept = 3;
   for (const auto& argument : schema.arguments()) {
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     const bool first = written && operation.parameters.empty();
@@ -132,7 +138,8 @@ Operation describe(const c10::OperatorHandle& handle) {
         {.written = written,
          .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)) &&
                  !(written && contains(kFillsArguments, operation.name)),
-         .written_in_part = first && contains(kWriteInPart, operation.name)});
+         .written_in_part = first && contains(kWriteInPart, operation.name),
+         .passed_over = recurrent && contains(kOfRecurrent, argument.name())});
     if (argument.name() == "beta" && contains(kScalesFirst, without_underscore(operation.name))) {
       operation.beta = static_cast<int>(operation.parameters.size()) - 1;
     }
@@ -150,7 +157,8 @@ Operation describe(const c10::OperatorHandle& handle) {
       operation.generator = static_cast<int>(operation.parameters.size()) - 1;
     }
   }
-  operation.random = handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
+  operation.random =
+      recurrent || handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
   if (handle.operator_name().overload_name.empty())
     operation.counterpart = counterpart_of(operation.name);
   operation.compound =

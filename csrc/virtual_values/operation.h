@@ -27,6 +27,7 @@ struct Parameter {
   bool written = false;
   bool read = true;              // false: `out`, and what is overwritten as a whole
   bool written_in_part = false;  // by indices or a mask; the rest keeps what it has
+  bool passed_over = false;      // its values are of no use on the CPU, however large it is
 };
 
 struct Operation {
@@ -37,6 +38,7 @@ struct Operation {
   int beta = -1;       // of the factor of the first argument, which is not read if it is 0
   int momenta = -1;    // of an optimizer's buffers, which its first step does not read
   int first_step = -1;
+  int kept = -1;  // of a result that only its own backward reads; those after it are arguments
   bool random = false;    // draws from a generator, which may be the default one
   bool on_cpu = false;    // there is a kernel for the CPU, or a counterpart
   bool compound = false;  // has a kernel for sparse, nested or quantized tensors alone

@@ -154,11 +154,11 @@ def _read_texts(path: Path, configuration: Configuration) -> list[dict[str, Any]
     try:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file)) if path.suffix == ".csv" else [json.loads(line) for line in file]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MemprofError(f"the data set {path} cannot be read ({error}): correct it or its path") from error
     needed = ["label"] if configuration.task == "classification" else []
     for number, row in enumerate(rows, 1):
-        texts = "text" in row or {"premise", "hypothesis"} <= row.keys()
+        texts = isinstance(row, dict) and ("text" in row or {"premise", "hypothesis"} <= row.keys())
         if not texts or any(key not in row for key in needed):
             raise MemprofError(
                 f"row {number} of {path} lacks what is needed: give each a `text` (or `premise` and `hypothesis`)"

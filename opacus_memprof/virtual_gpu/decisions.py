@@ -18,6 +18,7 @@ from functools import cache
 _HARMLESS = {
     *("print", "str", "repr", "format", "round", "float", "int", "abs", "sum", "max", "min", "mean", "dict", "list"),
     *("append", "extend", "add", "write", "update", "dumps", "dump", "join", "set_postfix", "set_postfix_str"),
+    *("writerow", "writerows", "array", "asarray", "savez", "savez_compressed", "savetxt"),
     *("log", "debug", "info", "warning", "error", "critical", "add_scalar", "add_scalars", "log_metrics", "report"),
     *("set_description", "item", "tolist", "cpu", "numpy", "detach", "double", "half", "bool", "to", "clone", "len"),
     *("tensor", "exp", "sqrt", "square", "pow", "norm", "stack", "cat", "full", "size", "time", "perf_counter"),
@@ -25,7 +26,7 @@ _HARMLESS = {
 _SHOWS = {"print", "log", "write", "save", "report", "metric", "metrics"}  # words in the names of others
 _KEEPS = {"append", "extend", "add", "update", "write", "report"}  # methods after which their object has the value
 # Functions whose results do not depend on values that are not computed, which are taken for finite.
-_SETTLED = {"isnan", "isinf", "isfinite", "len", "keys", "isinstance", "hasattr"}
+_SETTLED = {"isnan", "isinf", "isfinite", "len", "keys", "isinstance", "hasattr", "type", "id"}
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 _HANDS_ON = {"any", "all", "item", "bool", "cpu"}
 _SIZES = {"range", "zeros", "ones", "empty", "full", "view", "reshape", "expand", "split", "narrow", "islice"}
@@ -43,11 +44,20 @@ Has = Callable[[ast.AST], bool]
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a Python function that is running, and the function's name, as `<lambda>`, where it is known."""
+    """A line of a Python function that is running.
+
+    Attributes:
+        file: its file.
+        line: the line.
+        function: the function's name, as `<lambda>`; empty where it is not known.
+        columns: what is evaluated there: its first column, its last line and its last column, as `ast` counts them.
+            Python 3.10 does not tell them.
+    """
 
     file: str
     line: int
     function: str = ""
+    columns: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -131,10 +141,11 @@ def _follow(frame: Frame) -> str:
     here = here or [each for each in scope.statements if each.lineno == line]  # "if (" of a condition of many lines
     if not here:
         return "decides"
+    here = _around(here, frame) or here
     reading = [each for each in here if any(_covers(part, line) and _reads(part) for part in _expressions(each))]
     statement = (reading or here[:1])[-1]
     names = set(_filled(statement))
-    found = "harmless" if names else _take(statement, names, _reader(statement, line), near)
+    found = "harmless" if names else _take(statement, names, _reader(statement, frame), near)
     found = max(found, _flow(scope.statements, names, near), key=_ORDER.index)
     for other in scopes:
         plain = {name: name.removesuffix("[]") for name in names}
@@ -142,6 +153,34 @@ def _follow(frame: Frame) -> str:
         if found != "decides" and other is not scope and _flow(other.statements, same, near=False) == "decides":
             return "decides"
     return found
+
+
+def _range(node: ast.AST) -> tuple[int, int, int, int]:
+    return tuple(getattr(node, name, -1) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset"))  # type: ignore[return-value]
+
+
+def _around(statements: list[ast.stmt], frame: Frame) -> list[ast.stmt]:
+    """The innermost of the statements that has what a frame evaluates, if its columns are known."""
+    if frame.columns is None:
+        return []
+    column, last_line, last_column = frame.columns
+    around = [
+        each
+        for each in statements
+        if _range(each)[:2] <= (frame.line, column) and (last_line, last_column) <= _range(each)[2:]
+    ]
+    return sorted(around, key=lambda each: _range(each)[:2])[-1:]
+
+
+def _evaluated(statement: ast.stmt, frame: Frame) -> ast.expr | None:
+    """The expression of a statement that a frame evaluates, if it is one that hands on what it reads."""
+    if frame.columns is None:
+        return None
+    place = (frame.line, *frame.columns)
+    for node in (node for part in _expressions(statement) for node in ast.walk(part)):
+        if isinstance(node, ast.Call | ast.Compare | ast.Name | ast.Attribute) and _range(node) == place:
+            return node
+    return None
 
 
 def _flow(statements: list[ast.stmt], names: set[str], near: bool) -> str:
@@ -215,8 +254,11 @@ def _reads(node: ast.AST) -> bool:
     )
 
 
-def _reader(statement: ast.stmt, line: int) -> Has:
-    """Returns what tells whether a part of the statement may be what has read at the line."""
+def _reader(statement: ast.stmt, frame: Frame) -> Has:
+    """Returns what tells whether a part of the statement may be what has read in the frame."""
+    evaluated, line = _evaluated(statement, frame), frame.line
+    if evaluated is not None:
+        return lambda node: any(part is evaluated for part in _parts(node))
     expressions = list(_expressions(statement))
     by_calls = any(map(_reads, expressions))
     settled = not by_calls and any(_is_settled(node) for part in expressions for node in ast.walk(part))
@@ -310,7 +352,7 @@ def _decide(node: ast.AST, has: Has, near: bool) -> bool:
             isinstance(one, ast.List | ast.Tuple) and has(two)
             for one, two in ((node.left, node.right), (node.right, node.left))
         )
-    if isinstance(node, ast.Call) and any(map(has, _arguments(node))):
+    if isinstance(node, ast.Call) and not _is_settled(node) and any(map(has, _arguments(node))):
         chooses = any(keyword.arg == "key" and has(keyword.value) for keyword in node.keywords)
         name = _name(node.func).removeprefix(".")
         sized = name in _SIZES and (name != "full" or (bool(node.args) and has(node.args[0])))

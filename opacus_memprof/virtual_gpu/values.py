@@ -216,13 +216,19 @@ def failures() -> dict[str, int]:
     return _virtual.failures()
 
 
-_FRAME = re.compile(r"(.*):(\d+):?(.*?)")  # file, line and the function's name
+# File, line, what is evaluated there where that is known, and the function's name.
+_FRAME = re.compile(r"(.*?):(\d+)(?::(\d+):(\d+):(\d+))?:([^:]*)")
 
 
 def _uses(counted: dict[tuple[str, str], int]) -> list[Use]:
     uses = []
     for (operation, lines), count in sorted(counted.items()):
         line, *stack = lines.split("\n")
-        frames = [Frame(found[1], int(found[2]), found[3]) for found in map(_FRAME.fullmatch, stack) if found]
+        frames = (_frame(*found.groups()) for found in map(_FRAME.fullmatch, stack) if found)
         uses.append(Use(operation, line, count, tuple(frames)))
     return uses
+
+
+def _frame(file: str, line: str, column: str | None, last_line: str, last_column: str, function: str) -> Frame:
+    columns = None if column is None else (int(column), int(last_line), int(last_column))
+    return Frame(file, int(line), function, columns)

@@ -136,8 +136,8 @@ def test_what_kernels_of_triton_write_is_unknown_and_what_they_read_is_not() -> 
 @pytest.mark.parametrize(
     ("script", "differ"),
     [
-        # What cuDNN and the compilers of torch.jit launch past the dispatcher is not computed.
-        ("virtual_programs.py", {"recurrent", "scripted"}),
+        # What the compilers of torch.jit launch past the dispatcher is not computed.
+        ("virtual_programs.py", {"scripted"}),
         # cuSPARSELt's product has no kernel for the CPU, and one tensor is large.
         ("virtual_more_programs.py", {"semi_structured", "large_index"}),
         # What kernels of the program's own write, and copies of what is unknown.

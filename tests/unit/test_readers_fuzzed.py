@@ -17,16 +17,29 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.analysis.torch_snapshot import profile_of
 from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.experiments.data import _read_texts
+from opacus_memprof.experiments.files import read_results
 from opacus_memprof.jobs.directory import Journal
 from opacus_memprof.profiles.core import Follower, for_event_rows, replay
+from opacus_memprof.profiles.job_summary import JobSummary
+from opacus_memprof.profiles.json_object import read_json_object, to_json
+from opacus_memprof.profiles.plan import Plan
+from opacus_memprof.profiles.privacy_check import read_privacy_check
+from opacus_memprof.pytest_plugin import baseline
+from opacus_memprof.reports.plan_exports import _plan_page
+from tests.unit.made_plans import a_search, a_verdict
+from tests.unit.sweep_results import BASE, finished
+from tests.unit.test_torch_snapshot import one_step
 
 DATA = Path(__file__).parents[1] / "data"
 PROFILES = ["format_1_hooks", "format_1_ghost", "format_1_oom"]
 RECORD_BYTES, HEADER_BYTES = 32, 4096
-SECONDS = 2.0  # for each reader and profile
+SECONDS = 1.5  # for each reader and profile
 
 
 def follow(directory: str) -> None:
@@ -95,7 +108,8 @@ def test_a_fifo_is_refused_and_not_waited_for(read: Callable[[str], object], tmp
         read(str(tmp_path))
 
 
-JSON_SECONDS = 2.0  # for each file
+JSON_SECONDS = 1.5  # for each file
+OTHER_SECONDS = 0.5
 WRONG: list[Any] = [None, True, -1, 2**35, 2**63, 1e308, "", "\ud800", [], {}, [[]], {"\udcff": {}}]
 
 
@@ -141,6 +155,75 @@ def test_damaged_json(name: str, tmp_path: Path) -> None:
         assert isinstance(ended.exception, (MemprofError, SystemExit, type(None))), ended.exc_info
         answered += 1
     assert answered
+
+
+def ranks(directory: Path) -> str:
+    """Writes the profiles of two ranks of a job, and returns what ranks.json is."""
+    for rank in range(2):
+        shutil.copytree(DATA / "format_1_hooks", directory / f"rank_{rank}")
+    return to_json(load_ranks(directory))
+
+
+PRIVACY_CHECK = """{"format": 1, "versions": {"torch": "2.11"}, "rank": 0, "world_size": 1, "models": [], "earlier": [
+    {"format": 1, "versions": {"torch": null}, "rank": 0, "world_size": 2, "models": []}]}"""
+BASELINES = """{"format": 1, "baselines": [{"key": {"device": "cpu", "torch": "2.11", "opacus": "1.6", "mode": "none"},
+    "peak_bytes": 5, "modules": {"fc": {"noise": 5}}, "step": 1, "phase": "backward"}]}"""
+
+
+# The name of a file, what is in it, and what reads it.
+OTHER_JSON: dict[str, tuple[Callable[[Path], str], Callable[[Path], object]]] = {
+    "plan.json": (lambda _: to_json(a_search()), lambda path: _plan_page(read_json_object(path, Plan))),
+    "plan.json of a verdict": (lambda _: to_json(a_verdict()), lambda path: read_json_object(path, Plan)),
+    "ranks.json": (ranks, lambda path: read_json_object(path, JobSummary)),
+    "privacy_check.json": (lambda _: PRIVACY_CHECK, read_privacy_check),
+    "a baseline": (lambda _: BASELINES, baseline.read),
+    "result.json": (lambda _: json.dumps(finished(BASE)), lambda path: read_results(path.parent)),
+    "texts.jsonl": (lambda _: '{"text": "a", "label": 1}', lambda path: _read_texts(path, BASE)),
+}
+
+
+def refuses(read: Callable[[Path], object], file: Path) -> bool:
+    """Whether it says in one line that the file cannot be read."""
+    said = ""
+    try:
+        read(file)
+    except MemprofError as error:
+        said = str(error)
+    assert "\n" not in said
+    return bool(said)
+
+
+@pytest.mark.parametrize("name", OTHER_JSON)
+def test_damaged_json_beside_profiles(name: str, tmp_path: Path) -> None:
+    make, read = OTHER_JSON[name]
+    text = make(tmp_path)
+    file = tmp_path / name.partition(" ")[0]
+    file.write_text(text)
+    read(file)
+    draw = random.Random(name)
+    end, refused = time.monotonic() + OTHER_SECONDS, 0
+    while time.monotonic() < end:
+        file.write_text(damage_json(text, draw))
+        refused += refuses(read, file)
+    assert refused
+
+
+@pytest.mark.parametrize("row", ["[1]", "3", "null", "[" * 200_000, '"text"'])
+def test_a_row_of_a_data_set_that_is_not_an_object_is_one_sentence(row: str, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(row)
+    with pytest.raises(MemprofError, match=r"(lacks what is needed|cannot be read)"):
+        _read_texts(tmp_path / "texts.jsonl", BASE)
+
+
+def test_damaged_snapshots_of_torch(tmp_path: Path) -> None:
+    file = one_step(context_all=True).write(tmp_path / "a.pickle")
+    content = file.read_bytes()
+    draw = random.Random("snapshot")
+    end, refused = time.monotonic() + SECONDS, 0
+    while time.monotonic() < end:
+        file.write_bytes(damage(content, draw))
+        refused += refuses(lambda path: load_profile(profile_of(path)), file)
+    assert refused
 
 
 @pytest.mark.parametrize("name", ["profile.json", "snapshots.jsonl", "meta.json"])

@@ -44,6 +44,8 @@ SHOWN = [
     ("x = torch.full((2,), loss.item())\nprint(x)", [1]),
     ("log_loss(loss.item())", [1]),
     ("x = Result(loss.item())\nprint(x)", [1]),
+    ("csv.writer(file).writerow([step, loss.item()])", [1]),
+    ("np.savez(file, loss=np.array([loss.item()]))", [1]),
 ]
 DECIDING = [
     ("dist.gather_object(x, found)\nif found[0] > 3:\n    pass", [1]),
@@ -108,6 +110,45 @@ def test_what_is_shown_or_kept_decides_nothing(tmp_path: Path, source: str, line
 @pytest.mark.parametrize(("source", "lines"), DECIDING)
 def test_what_reaches_a_condition_an_index_or_a_shape_decides(tmp_path: Path, source: str, lines: list[int]) -> None:
     assert found(tmp_path, source, lines)
+
+
+# Source, and what of it is evaluated when a value is read.
+SHOWN_THERE = [
+    ("if step > 3: print(loss.item())", "loss.item()"),
+    ("start = time(); x = loss.item(); took = time() - start\nif took > 3:\n    pass", "loss.item()"),
+    ("count = 0; x = loss.item(); print(x, count)\nif count:\n    pass", "loss.item()"),
+    ("for x in a: total += x.item(); n += 1\nprint(total / n)", "x.item()"),
+    ("if ready() and not torch.isnan(loss): pass", "torch.isnan(loss)"),
+    ("print(type(loss.item()))", "loss.item()"),
+    ("x = table[place(2)] + loss.item()\nprint(x)", "loss.item()"),
+]
+DECIDING_THERE = [
+    ("if mean() > 3: print('high')", "mean() > 3"),
+    ("if loss > 3: print(str(loss))", "loss > 3"),
+    ("x = [i for i in range(3) if loss.item() > i]; print(x)", "loss.item()"),
+    ("x = loss.item(); y = 'ab'[x > 3:]; print(len(y))", "loss.item()"),
+    ("x = 'good' if loss() < 3 else 'bad'; print(x)", "loss() < 3"),
+    ("while mean() > 3: print(step)", "mean() > 3"),
+]
+
+
+def decides_at(folder: Path, source: str, part: str) -> bool:
+    file = folder / "program.py"
+    file.write_text(source + "\n")
+    column = source.index(part)
+    return decides([Frame(str(file), 1, "<module>", (column, 1, column + len(part)))])
+
+
+@pytest.mark.parametrize(("source", "part"), SHOWN_THERE)
+def test_of_several_statements_of_a_line_the_one_that_reads_decides_nothing(
+    tmp_path: Path, source: str, part: str
+) -> None:
+    assert not decides_at(tmp_path, source, part)
+
+
+@pytest.mark.parametrize(("source", "part"), DECIDING_THERE)
+def test_of_several_statements_of_a_line_the_one_that_reads_decides(tmp_path: Path, source: str, part: str) -> None:
+    assert decides_at(tmp_path, source, part)
 
 
 def test_a_function_on_the_line_of_a_lambda_is_told_by_its_name(tmp_path: Path) -> None:

@@ -127,12 +127,100 @@ def autocast_and_scaler(device: str) -> Any:
     return [model.weight, scaler.get_scale()]
 
 
+def with_numbers(layer: nn.Module, device: str) -> Any:
+    layer.to(device)
+    for parameter in layer.parameters():
+        parameter.data.copy_(numbers(device, *parameter.shape))
+    return layer
+
+
 @program
 def recurrent(device: str) -> Any:
-    cell = nn.GRU(3, 4, batch_first=True).to(device)
-    for parameter in cell.parameters():
-        nn.init.constant_(parameter, 0.1)
-    return cell(numbers(device, 2, 5, 3))
+    found: list[Any] = []
+    for kind, options in (
+        (nn.GRU, {"batch_first": True}),
+        (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
+        (nn.LSTM, {"proj_size": 2, "bias": False}),
+        (nn.RNN, {"nonlinearity": "relu"}),
+        (nn.RNN, {}),
+    ):
+        layer = with_numbers(kind(3, 4, **options), device)
+        value = numbers(device, 5, 2, 3).requires_grad_()
+        result, last = layer(value)
+        result.pow(2).sum().backward()
+        found += [result, last, value.grad, [parameter.grad for parameter in layer.parameters()]]
+    packed = nn.utils.rnn.pack_padded_sequence(numbers(device, 2, 5, 3), torch.tensor([5, 2]), batch_first=True)
+    result = nn.utils.rnn.pad_packed_sequence(layer(packed)[0])[0]
+    with torch.no_grad():
+        exact = layer(numbers(device, 5, 2, 3))[0]
+        with torch.autocast(device, torch.bfloat16):
+            difference = layer(numbers(device, 5, 2, 3))[0].float() - exact
+    return [*found, result, bool(difference.abs().max() < 0.05)]
+
+
+@program
+def cells(device: str) -> Any:
+    found: list[Any] = []
+    for kind, bias in ((nn.LSTMCell, True), (nn.LSTMCell, False), (nn.GRUCell, True), (nn.GRUCell, False)):
+        cell = with_numbers(kind(3, 4, bias=bias), device)
+        state = numbers(device, 2, 4).requires_grad_()
+        result = cell(numbers(device, 2, 3), (state, state.cos()) if kind is nn.LSTMCell else state)
+        sum(each.pow(2).sum() for each in (result if isinstance(result, tuple) else [result])).backward()
+        found += [result, state.grad, [parameter.grad for parameter in cell.parameters()]]
+    return found
+
+
+@program
+def recurrent_dropout(device: str) -> Any:
+    layer = with_numbers(nn.LSTM(3, 4, num_layers=2, dropout=0.5), device)
+    bias = layer.bias_ih_l0
+
+    def loss() -> Any:
+        torch.manual_seed(1)
+        return layer(numbers(device, 5, 2, 3))[0].sum()
+
+    (gradient,) = torch.autograd.grad(loss(), bias)
+    with torch.no_grad():
+        bias[0] += 0.01
+        above = loss()
+        bias[0] -= 0.02
+        slope = (above - loss()) / 0.02
+        one, other = layer(numbers(device, 5, 2, 3))[0], layer(numbers(device, 5, 2, 3))[0]
+    return [torch.allclose(slope, gradient[0], atol=1e-3, rtol=1e-2), torch.equal(one, other)]
+
+
+COUNTING = torch.library.Library("counting", "DEF")
+COUNTING.define("positive(Tensor x) -> Tensor")
+COUNTING.impl("positive", lambda value: value[value > 0], "CPU")
+COUNTING.impl("positive", lambda value: value.new_empty(0), "CUDA")  # as a kernel that counts what it has not computed
+
+
+@program
+def operators_of_other_libraries_that_count(device: str) -> Any:
+    found = torch.ops.counting.positive(numbers(device, 9))
+    return [found, len(found)]
+
+
+@program
+def what_kernels_assert(device: str) -> Any:
+    found = []
+    index = torch.tensor([7], device=device)
+    for use in (
+        lambda: numbers(device, 3)[index],
+        lambda: nn.functional.embedding(index, numbers(device, 3, 2)),
+        lambda: nn.functional.cross_entropy(numbers(device, 1, 3), index),
+        lambda: torch.zeros(1, 3, device=device).scatter(1, index[None], 1.0),
+        lambda: torch.multinomial(-torch.ones(2, device=device), 1),
+        lambda: nn.functional.binary_cross_entropy(torch.full((2,), 1.5, device=device), torch.ones(2, device=device)),
+        lambda: torch._assert_async(torch.tensor(False, device=device)),
+        lambda: torch._assert_async(torch.tensor(True, device=device)),
+    ):
+        try:
+            use()
+            found.append(False)
+        except (RuntimeError, IndexError) as error:
+            found.append(device == "cpu" or str(error).startswith("CUDA error: device-side assert triggered"))
+    return found
 
 
 @program
