@@ -233,14 +233,6 @@ FAULTS = [
         integration(f"{_REGISTER}::the_engine_of_opacus", f"{_REGISTER}::without_a_wrapper_and_per_layer"),
     ),
     Fault(
-        "registered_reduction",
-        "opacus_functions.py",
-        "if hooks.loss_reduction != loss_reduction:",
-        "if False:",
-        "The optimizer divides a sum that the module has scaled for another reduction.",
-        integration(f"{_REGISTER}::refusals"),
-    ),
-    Fault(
         "registered_strangers",
         "module/attached_hooks.py",
         "    if strangers:",

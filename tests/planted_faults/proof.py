@@ -8,7 +8,7 @@ _MODULE = "flash_clip_module"
 FAULTS = [
     Fault(
         "outputs_are_not_compared",
-        "proof/prover.py",
+        "proof/recorder.py",
         "if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):",
         "if a.shape[1:] != b.shape[1:]:",
         "An output that depends on other samples is accepted.",
@@ -152,7 +152,7 @@ FAULTS = [
     ),
     Fault(
         "rounding_is_not_measured",
-        "proof/prover.py",
+        "proof/recorder.py",
         "        self.is_measured = True\n        for other in (again() for _ in range(_MEASURED)):",
         "        self.is_measured = True\n        for other in ():",
         "Layers behind kernels that round otherwise in every run are repeated, or the model is refused.",
@@ -361,7 +361,7 @@ FAULTS = [
     ),
     Fault(
         "loss_by_place",
-        "proof/prover.py",
+        "proof/recorder.py",
         "is_kept = len(places) == self.batch or",
         "is_kept =",
         "A loss inside of the model that depends on samples' places is accepted.",

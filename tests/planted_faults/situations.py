@@ -7,8 +7,8 @@ FAULTS = [
     Fault(
         "batch_norms_of_any_forward_are_refused",
         "layers/registry.py",
-        "if module.training and is_torchs and (mixes or",
-        "if module.training and (mixes or",
+        "            and is_torchs\n",
+        "",
         "A frozen BatchNorm is refused for its type.",
         programs("modes_batch_norm_of_own_forward_frozen"),
     ),
@@ -143,8 +143,8 @@ FAULTS = [
     Fault(
         "models_with_batch_norm_are_accepted",
         "layers/registry.py",
-        "if module.training and (mixes or",
-        "if module.training and (False or",
+        "and (mixes or (isinstance(module, _InstanceNorm)",
+        "and (False or (isinstance(module, _InstanceNorm)",
         "BatchNorm is refused by the proof of the first step instead of make_private.",
         integration("flash_clip_refusals::models_are_refused_by_name"),
     ),

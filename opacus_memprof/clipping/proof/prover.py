@@ -41,13 +41,13 @@ from opacus_memprof.clipping.proof.batches import (
 )
 from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
 from opacus_memprof.clipping.proof.recorder import (
+    Doubt,
     ManyRecorder,
+    MixingError,
     RowRecorder,
+    Run,
     SumRecorder,
     agree,
-    far_apart,
-    first_difference,
-    measured,
 )
 from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.clipping.workspace import Workspace
@@ -55,36 +55,8 @@ from opacus_memprof.errors import MemprofError
 
 _FEW = 16
 """Batches of up to so many samples are tested with twice as many kinds of other values."""
-_MEASURED = 2
-"""Runs that measure rounding. One may differ from the base by little, by chance."""
 
 _Recorded = TypeVar("_Recorded")
-
-_DRAWS_BY_DATA = (
-    "the model draws more or fewer random numbers for other data (as nn.RReLU and torch.poisson do), so that a "
-    "sample's random numbers depend on the samples before it. Draw as many for all data and choose among them, as "
-    "torch.where does, or use nn.LeakyReLU instead of nn.RReLU."
-)
-
-
-class MixingError(MemprofError):
-    """Samples influence one another in the outputs of a model."""
-
-
-@dataclass
-class Doubt:
-    """A layer whose gradients are not proved.
-
-    Attributes:
-        layer: the layer.
-        reason: the observation, as the end of a sentence.
-        moves: whether its rows may belong to other samples than assumed, so that repeating its module alone would not
-            help.
-    """
-
-    layer: Layer
-    reason: str
-    moves: bool
 
 
 @dataclass
@@ -183,7 +155,7 @@ class Prover:
             shared = len(bases) == 1 or (i // 2) % 2 == 0
             other = self._changed(self._backward, leaves, structure, kept, variant, i, shared)
             again = partial(self._backward, leaves, structure, whole, shared)
-            doubts = self._compare(bases[shared], other, kept, not (shared and other.has_shared), again)
+            doubts = bases[shared].compare(other, kept, not (shared and other.has_shared), again)
             if doubts:
                 return doubts
         return self._alone(leaves, structure, bases)
@@ -254,7 +226,7 @@ class Prover:
                 "or freeze the statistics."
             )
 
-    def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, _Run]) -> list[Doubt]:
+    def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, Run]) -> list[Doubt]:
         """Repeats `mixing` with half of the samples alone, in reverse order or, if that does not run, in order.
 
         A sample's data may depend on the number of samples, too, or on its place among them. Gradients of a loss that
@@ -288,7 +260,7 @@ class Prover:
         return []
 
     def _of_places(
-        self, leaves: list[Any], structure: Any, base: _Run, places: list[int], share: float | None
+        self, leaves: list[Any], structure: Any, base: Run, places: list[int], share: float | None
     ) -> list[Doubt]:
         """Compares the samples at these places with these samples alone. See `_alone`."""
         batch, kept = self.program.batch, torch.ones(len(places), dtype=torch.bool)
@@ -296,7 +268,7 @@ class Prover:
         part = Prover(replace(self.program, batch=len(places), places=places), self.workspace)
         if share is None:
             other = part._backward(some, structure, kept, base.with_shared)
-            return self._differences(base.at(places), other, kept, no_leak=False)
+            return base.at(places).differences(other, kept, no_leak=False)
         of_whole, of_part = FixedDraws(share), FixedDraws(share)
         try:
             with of_whole:
@@ -317,7 +289,7 @@ class Prover:
             return []
         if share != MIDDLE and not (base.is_finite() and other.is_finite()):
             return []
-        return self._differences(base.at(places), other, kept, no_leak=False)
+        return base.at(places).differences(other, kept, no_leak=False)
 
     def _changed(
         self,
@@ -341,7 +313,7 @@ class Prover:
                     raise
         raise AssertionError
 
-    def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> _Run:
+    def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> Run:
         recorder = RowRecorder(self.workspace)
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
@@ -354,7 +326,7 @@ class Prover:
             drawn, places = self.program.drawn, self.program.places
             given = cotangents(outputs, wheres, drawn, kept.to(torch.float64), shared, places)
             torch.autograd.backward(outputs, given)
-        return _Run(batch, rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
+        return Run(batch, rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
 
     def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         batch = self.program.batch
@@ -399,52 +371,6 @@ class Prover:
                 self.changes_state = self.changes_state or state.has_changed()
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
-
-    def _compare(
-        self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool, again: Callable[[], _Run]
-    ) -> list[Doubt]:
-        """Returns the layers whose data for kept samples differs, by more than rounding.
-
-        If there is a difference, rounding is measured first, by more runs of the base, which `again` makes.
-
-        Raises:
-            MixingError: an output differs.
-        """
-        try:
-            doubts = self._differences(base, other, kept, no_leak)
-        except MixingError:
-            if base.is_measured:
-                raise
-        else:
-            if not doubts or base.is_measured:
-                return doubts
-        base.measure_rounding(again)
-        return self._differences(base, other, kept, no_leak)
-
-    def _differences(self, base: _Run, other: _Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
-        for a, b in zip(base.outputs, other.outputs, strict=True):
-            if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):
-                if other.end is not None and base.end is not None and not base.end.is_same(other.end):
-                    raise MixingError(_DRAWS_BY_DATA)
-                raise MixingError(
-                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
-                    "the batch change, are missing or come in another order, so that per-sample gradients do not "
-                    "exist. Use layers that treat samples separately (GroupNorm or LayerNorm instead of statistics "
-                    "over the batch), and return outputs whose first dimension is the batch."
-                )
-        doubts = []
-        layers = list(dict.fromkeys(r.layer for r in reversed(base.recorder.records)))
-        for layer in layers:
-            reason = first_difference(base.recorder.of_layer(layer), other.recorder.of_layer(layer), kept, no_leak)
-            if reason is not None:
-                doubts.append(Doubt(layer, reason, moves=True))
-        known = set(layers)
-        doubts += [
-            Doubt(layer, "is called or not depending on other samples", moves=True)
-            for layer in dict.fromkeys(r.layer for r in other.recorder.records)
-            if layer not in known
-        ]
-        return doubts
 
     def follow(self) -> None:
         """Runs a forward to record the order of layer calls and the patterns of its graph."""
@@ -502,58 +428,3 @@ class Prover:
             total: GradientSums = dict.fromkeys(program.trained)
             add_gradients(outputs, given, total)
             return total
-
-
-@dataclass
-class _Run:
-    """The results of a run.
-
-    Attributes:
-        batch: the number of samples.
-        outputs: the outputs that have samples.
-        has_shared: whether there are other outputs.
-        with_shared: whether the other outputs had gradients.
-        draws: whether random numbers were drawn.
-        draws_outside: whether some of these were Python's or NumPy's.
-        end: the generators after the forward; None if others would be expected from the whole batch.
-        recorder: the data that reached the layers.
-        trace: the order in which layers were called.
-        patterns: the patterns of the outputs' graph.
-        is_measured: whether the rounding of its kernels was measured.
-    """
-
-    batch: int
-    outputs: list[Rows]
-    has_shared: bool
-    with_shared: bool
-    draws: bool
-    draws_outside: bool
-    end: RandomState | None
-    recorder: RowRecorder
-    trace: list[Layer | None]
-    patterns: list[int]
-    is_measured: bool = False
-
-    def measure_rounding(self, again: Callable[[], _Run]) -> None:
-        """Stores the differences from more runs of the same batch, as far as these run the same layers."""
-        self.is_measured = True
-        for other in (again() for _ in range(_MEASURED)):
-            mine, others = self.recorder.records, other.recorder.records
-            if [each.layer for each in mine] == [each.layer for each in others]:
-                self.outputs = measured(self.outputs, other.outputs)
-                self.recorder.records = [a.measured(b) for a, b in zip(mine, others, strict=True)]
-
-    def at(self, places: list[int]) -> _Run:
-        """Returns the results of some samples, in their order.
-
-        Gradients of a loss that all samples share are left out if some are missing, because they depend on the number.
-        """
-        recorder = RowRecorder(self.recorder.workspace)
-        is_kept = len(places) == self.batch or not (self.has_shared and self.with_shared)
-        recorder.records = [each.at(places, is_kept) for each in self.recorder.records]
-        return replace(self, outputs=[rows.at(places) for rows in self.outputs], end=None, recorder=recorder)
-
-    def is_finite(self) -> bool:
-        """Returns whether all numbers are finite."""
-        outputs, records = self.outputs, self.recorder.records
-        return all(rows.is_finite() for rows in outputs) and all(record.is_finite() for record in records)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the bookkeeping while a proof runs backward: records the data that reaches each layer.
-
-Also compares the records of two runs.
-"""
+"""Records the data that reaches each layer while a proof runs backward, and compares the records of two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +12,41 @@ from torch import nn
 
 from opacus_memprof.clipping.agreement import KeptRefusal
 from opacus_memprof.clipping.forwards.repetition import Call
+from opacus_memprof.clipping.forwards.state import RandomState
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows, relative_differences
 from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.errors import MemprofError
+
+_MEASURED = 2
+"""Runs that measure rounding. One may differ from the base by little, by chance."""
+
+_DRAWS_BY_DATA = (
+    "the model draws more or fewer random numbers for other data (as nn.RReLU and torch.poisson do), so that a "
+    "sample's random numbers depend on the samples before it. Draw as many for all data and choose among them, as "
+    "torch.where does, or use nn.LeakyReLU instead of nn.RReLU."
+)
+
+
+class MixingError(MemprofError):
+    """Samples influence one another in the outputs of a model."""
+
+
+@dataclass
+class Doubt:
+    """A layer whose gradients are not proved.
+
+    Attributes:
+        layer: the layer.
+        reason: the observation, as the end of a sentence.
+        moves: whether its rows may belong to other samples than assumed, so that repeating its module alone would not
+            help.
+    """
+
+    layer: Layer
+    reason: str
+    moves: bool
 
 
 @dataclass(frozen=True)
@@ -247,3 +275,107 @@ def first_difference(base: list[Record], other: list[Record], kept: torch.Tensor
         if no_leak and any(bool((g.largest[~kept.to(g.largest.device)] > 0).any()) for g in b.gradients):
             return "gets an output gradient for a sample from the outputs of other samples"
     return None
+
+
+@dataclass
+class Run:
+    """The results of one forward and backward of a proof.
+
+    Attributes:
+        batch: the number of samples.
+        outputs: the outputs that have samples.
+        has_shared: whether there are other outputs.
+        with_shared: whether the other outputs had gradients.
+        draws: whether random numbers were drawn.
+        draws_outside: whether some of these were Python's or NumPy's.
+        end: the generators after the forward; None if others would be expected from the whole batch.
+        recorder: the data that reached the layers.
+        trace: the order in which layers were called.
+        patterns: the patterns of the outputs' graph.
+        is_measured: whether the rounding of its kernels was measured.
+    """
+
+    batch: int
+    outputs: list[Rows]
+    has_shared: bool
+    with_shared: bool
+    draws: bool
+    draws_outside: bool
+    end: RandomState | None
+    recorder: RowRecorder
+    trace: list[Layer | None]
+    patterns: list[int]
+    is_measured: bool = False
+
+    def measure_rounding(self, again: Callable[[], Run]) -> None:
+        """Stores the differences from more runs of the same batch, as far as these run the same layers."""
+        self.is_measured = True
+        for other in (again() for _ in range(_MEASURED)):
+            mine, others = self.recorder.records, other.recorder.records
+            if [each.layer for each in mine] == [each.layer for each in others]:
+                self.outputs = measured(self.outputs, other.outputs)
+                self.recorder.records = [a.measured(b) for a, b in zip(mine, others, strict=True)]
+
+    def at(self, places: list[int]) -> Run:
+        """Returns the results of some samples, in their order.
+
+        Gradients of a loss that all samples share are left out if some are missing, because they depend on the number.
+        """
+        recorder = RowRecorder(self.recorder.workspace)
+        is_kept = len(places) == self.batch or not (self.has_shared and self.with_shared)
+        recorder.records = [each.at(places, is_kept) for each in self.recorder.records]
+        return replace(self, outputs=[rows.at(places) for rows in self.outputs], end=None, recorder=recorder)
+
+    def is_finite(self) -> bool:
+        """Returns whether all numbers are finite."""
+        outputs, records = self.outputs, self.recorder.records
+        return all(rows.is_finite() for rows in outputs) and all(record.is_finite() for record in records)
+
+    def compare(self, other: Run, kept: torch.Tensor, no_leak: bool, again: Callable[[], Run]) -> list[Doubt]:
+        """Returns the layers whose data for kept samples differs, by more than rounding.
+
+        If there is a difference, rounding is measured first, by more runs of this batch, which `again` makes.
+
+        Raises:
+            MixingError: an output differs.
+        """
+        try:
+            doubts = self.differences(other, kept, no_leak)
+        except MixingError:
+            if self.is_measured:
+                raise
+        else:
+            if not doubts or self.is_measured:
+                return doubts
+        self.measure_rounding(again)
+        return self.differences(other, kept, no_leak)
+
+    def differences(self, other: Run, kept: torch.Tensor, no_leak: bool) -> list[Doubt]:
+        """Does the same as `compare`, but measures no rounding.
+
+        Raises:
+            MixingError: an output differs.
+        """
+        for a, b in zip(self.outputs, other.outputs, strict=True):
+            if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):
+                if other.end is not None and self.end is not None and not self.end.is_same(other.end):
+                    raise MixingError(_DRAWS_BY_DATA)
+                raise MixingError(
+                    f"an output of the model, of shape {tuple(a.shape)}, changes for a sample when other samples of "
+                    "the batch change, are missing or come in another order, so that per-sample gradients do not "
+                    "exist. Use layers that treat samples separately (GroupNorm or LayerNorm instead of statistics "
+                    "over the batch), and return outputs whose first dimension is the batch."
+                )
+        doubts = []
+        layers = list(dict.fromkeys(r.layer for r in reversed(self.recorder.records)))
+        for layer in layers:
+            reason = first_difference(self.recorder.of_layer(layer), other.recorder.of_layer(layer), kept, no_leak)
+            if reason is not None:
+                doubts.append(Doubt(layer, reason, moves=True))
+        known = set(layers)
+        doubts += [
+            Doubt(layer, "is called or not depending on other samples", moves=True)
+            for layer in dict.fromkeys(r.layer for r in other.recorder.records)
+            if layer not in known
+        ]
+        return doubts
