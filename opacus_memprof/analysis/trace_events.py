@@ -141,7 +141,7 @@ class TraceEvents:
         self.records = self._records(rows, actions, time)
 
     def names(self) -> dict[str, list[str]]:
-        """Returns the names of meta.json."""
+        """Returns the content of meta.json: for each kind of id in the events, the names by id."""
         devices = ["cpu", *(f"cuda:{device}" for device in range(max(self.end_bytes, default=0) + 1))]
         return {
             "categories": self._categories.names,

@@ -302,7 +302,7 @@ class Bisection:
         if (_canonical(package), url) != (_canonical(other), other_url):
             raise MemprofError(f"{good} and {bad} are commits of different packages: give two of one")
         if shutil.which("git") is None:
-            raise MemprofError("commits need git, which is not installed: install it, or give releases")
+            raise MemprofError("comparing commits needs git, which is not installed: install git, or give releases")
         copy = self.directory / f"{re.sub(r'[^A-Za-z0-9]+', '-', url)}.git"
         git = ["git", "--git-dir", str(copy)]
         _run(["git", "init", "-q", "--bare", str(copy)], "git cannot make a copy")

@@ -242,7 +242,7 @@ def call_tool_by_name(name: str, arguments: dict[str, Any]) -> JsonObject:
     wrong = [each for each in declared["required"] if each not in arguments]
     wrong += [each for each, value in arguments.items() if each not in declared["properties"] or type(value) is not str]
     if wrong:
-        raise MemprofError(f"{name} takes the texts {', '.join(declared['properties'])}: correct {', '.join(wrong)}")
+        raise MemprofError(f"{name} takes strings for {', '.join(declared['properties'])}: correct {', '.join(wrong)}")
     result: JsonObject = _TOOLS[name][0](**arguments)
     return result
 

@@ -176,7 +176,7 @@ class Configuration:
                     f'a virtual GPU is not a CPU: leave the device "cpu" out, or virtual_gpu {self.virtual_gpu}'
                 )
         elif self.virtual_memory is not None:
-            raise MemprofError("virtual_memory is that of a virtual GPU: add its kind")
+            raise MemprofError("virtual_memory is the memory of a virtual GPU: choose its kind with virtual_gpu")
         if self.physical_batch_size > self.batch_size:
             raise MemprofError(
                 f"max_physical_batch_size is {self.max_physical_batch_size} and batch_size {self.batch_size}: "

@@ -397,7 +397,7 @@ def _common_parameters(value: Any, parameters: set[int]) -> int:
 
 
 def _trains(value: Any) -> bool:
-    """Returns whether a module has trained parameters, as a loss has not; True for what is not a module."""
+    """Returns False for modules without trained parameters, such as losses, and True for anything else."""
     return not isinstance(value, nn.Module) or any(parameter.requires_grad for parameter in value.parameters())
 
 

@@ -87,9 +87,9 @@ class FakeForward:
         self._call = Call(shapes, structure, autocast) if plain else None
 
     def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
-        """Returns what a whole forward pass keeps; None if it cannot be repeated.
+        """Repeats the whole forward pass without values, and returns the tensors that it keeps for backward.
 
-        Examples are shapes that depend on values, and one of several ranks.
+        Returns None if the pass cannot be repeated: for example if shapes depend on values, or on one of several ranks.
 
         Args:
             layers: the names of the modules whose parameters are trained.

@@ -82,7 +82,7 @@ class PendingJobs(Generic[Key, Result]):
 
 
 class Processes:
-    """Runs child processes, from any thread. If waiting for one raises, such as KeyboardInterrupt, it is killed."""
+    """Runs child processes, from any thread. Kills a child if an exception, as of Ctrl-C, ends the wait for it."""
 
     def __init__(self) -> None:
         self._children: set[subprocess.Popen[Any]] = set()

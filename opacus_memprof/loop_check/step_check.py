@@ -424,7 +424,7 @@ def _flat(gradients: Gradients, names: list[str]) -> torch.Tensor:
 
 
 def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Returns the ratio of the norms, and the cosine."""
+    """Returns the norm of the found gradients over that of the expected ones, and the cosine between them."""
     names = [name for name in expected if name in found]
     a, b = _flat(found, names), _flat(expected, names)
     norms = float(a.norm()), float(b.norm())

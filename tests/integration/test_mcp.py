@@ -78,9 +78,9 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "arguments", "sentence"),
     [
         ("nope", {}, "there is no tool 'nope': use one of report, diff, plan"),
-        ("report", {}, "report takes the texts directory: correct directory"),
-        ("report", {"directory": 5}, "report takes the texts directory: correct directory"),
-        ("diff", {"before": "a", "after": "b", "more": "c"}, "diff takes the texts before, after: correct more"),
+        ("report", {}, "report takes strings for directory: correct directory"),
+        ("report", {"directory": 5}, "report takes strings for directory: correct directory"),
+        ("diff", {"before": "a", "after": "b", "more": "c"}, "diff takes strings for before, after: correct more"),
         ("plan", {"script": "--help"}, "the script --help does not exist"),
     ],
 )

@@ -78,7 +78,10 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
         (["--virtual-gpu", "h300"], 'there is no virtual GPU "h300"'),
         (["--virtual-gpu", "t4", "--virtual-memory", "1 MB"], "a virtual GPU cannot have"),
         (["--virtual-gpu", "t4", "--virtual-memory", "much"], "'much' is not a size"),
-        (["--virtual-memory", "1 GB"], "virtual_memory is that of a virtual GPU: add its kind"),
+        (
+            ["--virtual-memory", "1 GB"],
+            "virtual_memory is the memory of a virtual GPU: choose its kind with virtual_gpu",
+        ),
         (["--virtual-gpu", "t4", "--device", "cpu"], "a virtual GPU is not a CPU"),
     ],
 )

@@ -63,10 +63,10 @@ class _WithoutHooks(nn.Module):
 
 
 def _by_all_names(module: nn.Module, parameters: Gradients) -> Gradients:
-    """Returns the values of parameters by all their names in `_WithoutHooks`, but each module's by one name only.
+    """Returns values for `functional_call` of `_WithoutHooks`: one for each name of each parameter.
 
-    With `tie_weights`, `functional_call` sets a parameter of a module that has two names twice, and takes the value
-    that it has set first for the original one.
+    A module that has several names appears under one of them. Otherwise `functional_call` would replace its parameter
+    twice, and restore the first replacement instead of the original.
     """
     given = {id(module.get_parameter(name)): value for name, value in parameters.items()}
     return {

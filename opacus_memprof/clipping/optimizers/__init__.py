@@ -32,9 +32,11 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         self.unclipped_num = self.unclipped_num + self.bookkeeping.unclipped_in_last_step
 
     def noise_std(self) -> float:
-        """Returns the standard deviation of the noise, reduced to allow for the noise of the count.
+        """Returns the standard deviation of the gradients' noise.
 
-        See Theorem 1 of the paper.
+        It is higher than `noise_multiplier` times the bound, because each step also uses a noisy count of unclipped
+        samples: together, sums and count cost as much privacy as `noise_multiplier` says. See Theorem 1 of Andrew et
+        al., "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021.
         """
         if self.noise_multiplier == 0:
             return 0.0

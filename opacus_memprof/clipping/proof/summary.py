@@ -96,7 +96,7 @@ def relative_differences(of_projections: torch.Tensor, norms: torch.Tensor, is_s
 
 
 class ManyRows:
-    """Summaries of many tensors [B, ...], R of them, with few launches: tensors of the same shape are stacked.
+    """Summaries of R tensors of shape [B, ...]. Tensors of the same shape are stacked, so that few kernels run.
 
     Args:
         batch: B.
