@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
@@ -128,6 +129,10 @@ def test_a_source_distribution_needs_no_torch(tree: Path, tmp_path: Path) -> Non
     run(*pip, "install", "-q", "build", "pip", cwd=tmp_path)
     run(python, "-m", "build", "--sdist", "--outdir", tmp_path / "dist", tree, cwd=tmp_path)
     (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as packed:
+        names = {Path(*Path(name).parts[1:]) for name in packed.getnames()}
+    sources = {file.relative_to(tree) for folder in ("csrc", "build_backend") for file in (tree / folder).rglob("*.*")}
+    assert {file for file in sources if file.suffix != ".pyc"} <= names
     for command in (["-m", "pip", "install", archive], ["-m", "build", "--wheel", tree]):
         ran = subprocess.run(
             [python, *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -136,11 +141,13 @@ def test_a_source_distribution_needs_no_torch(tree: Path, tmp_path: Path) -> Non
         assert "install torch first; uv and `python -m build` hide it" in ran.stdout
 
 
+@pytest.mark.nightly
 def test_no_second_torch_is_downloaded(installation: str) -> None:
     assert "Collecting torch" not in installation
     assert "Successfully installed opacus-memprof-" in installation
 
 
+@pytest.mark.nightly
 def test_what_was_installed_loads_and_says_what_it_was_built_for(
     installation: str, python: Path, tmp_path: Path
 ) -> None:
@@ -156,33 +163,32 @@ def test_what_was_installed_loads_and_says_what_it_was_built_for(
     assert built == has
 
 
+@pytest.mark.nightly
 def test_an_installation_changes_neither_torch_nor_opacus(installation: str, python: Path, tmp_path: Path) -> None:
     script = "import importlib.metadata as m; print(*m.requires('opacus-memprof'), sep='\\n')"
     requirements = [line for line in run(python, "-c", script, cwd=tmp_path).splitlines() if "extra ==" not in line]
     assert {re.split("[>=]", line)[0] for line in requirements} == {"msgspec", "numpy", "rich", "typer"}
 
 
+@pytest.mark.nightly
 def test_types_come_along(installation: str, python: Path) -> None:
     (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")
     assert {"py.typed", "_C.pyi", "_virtual.pyi", "_build_info.pyi"} <= {file.name for file in package.iterdir()}
     assert (package / "locale" / "zh.po").exists()
 
 
+@pytest.mark.nightly
 def test_the_command_works(installation: str, python: Path, tmp_path: Path) -> None:
     out = run(python.parent / "opacus-memprof", "doctor", cwd=tmp_path)
     assert f"built for torch {torch.__version__}" in out
 
 
-def test_another_torch_is_refused_with_the_command_that_fixes_it(
-    installation: str, python: Path, tmp_path: Path
-) -> None:
-    (package,) = python.parents[1].glob("lib/python*/site-packages/opacus_memprof")
-    shutil.copytree(package, tmp_path / "opacus_memprof")
+def test_another_torch_is_refused_with_the_command_that_fixes_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "opacus_memprof", tmp_path / "opacus_memprof")
     info = tmp_path / "opacus_memprof" / "_build_info.py"
     info.write_text(info.read_text().replace(str(torch.__version__), "2.0.0+cu117"))
-    ran = subprocess.run(
-        [str(python), "-c", "import opacus_memprof.recording.native"], cwd=tmp_path, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", "import opacus_memprof.recording.native"]
+    ran = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[-1] == (
         f"ImportError: opacus-memprof was built for torch 2.0.0+cu117, but torch {torch.__version__} is installed: in "
