@@ -5,14 +5,17 @@ import gc
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import opacus_memprof
 from opacus_memprof.analysis import findings
+from opacus_memprof.planning import runs as planning_runs
+from opacus_memprof.planning.virtual_run import ForkedRuns
 from tests.integration.run_scripts import ENVIRONMENT, Start
+from tests.warm_python import ROOT
 
 
 @pytest.fixture
@@ -64,3 +67,35 @@ def start_script() -> Iterator[Start]:
     for process in processes:
         with process:  # closes its pipes and waits
             process.kill()
+
+
+class _KeptRuns(ForkedRuns):
+    def close(self) -> None:
+        """The next plan forks its runs from this process, too."""
+
+
+@pytest.fixture(scope="session")
+def _kept_runs() -> Iterator[dict[frozenset[tuple[str, str]], _KeptRuns]]:
+    kept: dict[frozenset[tuple[str, str]], _KeptRuns] = {}
+    yield kept
+    for each in kept.values():
+        ForkedRuns.close(each)
+
+
+@pytest.fixture
+def shared_forks(
+    _kept_runs: dict[frozenset[tuple[str, str]], _KeptRuns], monkeypatch: pytest.MonkeyPatch
+) -> dict[frozenset[tuple[str, str]], _KeptRuns]:
+    """Plans of this process fork their runs from one process for each environment, which imports torch once."""
+
+    def start(environment: Mapping[str, str]) -> _KeptRuns:
+        environment = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+        key = frozenset(environment.items())
+        if key not in _kept_runs:
+            _kept_runs[key] = _KeptRuns(environment)
+        return _kept_runs[key]
+
+    monkeypatch.setattr(planning_runs, "ForkedRuns", start)
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return _kept_runs

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`opacus-memprof plan` on virtual GPUs: answers against closed forms."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -10,11 +12,13 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
 import torch
 
+from opacus_memprof.cli import main
 from opacus_memprof.profiles.json_object import read_json_object
 from opacus_memprof.profiles.plan import Plan
 from opacus_memprof.virtual_gpu.devices import GPUS
@@ -25,9 +29,12 @@ MIB = 2**20
 MEMORY = 2**30
 ROOM = MEMORY - GPUS["t4"].context_memory
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_forks"),
+    pytest.mark.skipif(
+        sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+    ),
+]
 
 
 def plan(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -35,6 +42,21 @@ def plan(out: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def opacus_memprof(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In this process, whose plans share what they fork their runs from."""
+    command = ["opacus-memprof", *map(str, arguments)]
+    printed, said = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, COLUMNS="400"),
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return subprocess.CompletedProcess(command, ended.value.code or 0, printed.getvalue(), said.getvalue())
+
+
+def in_new_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "opacus_memprof", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "400"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
@@ -79,7 +101,7 @@ def test_the_largest_batch_of_two_modes_is_the_closed_form_s(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_which_gpu(tmp_path: Path) -> None:
     """16 000 MiB are more than a T4 has, and less than an L4."""
-    planned = opacus_memprof(
+    planned = in_new_process(
         "plan", "--gpu", "l4,t4", "-o", tmp_path, SCRIPTS / "train_to_plan.py", "--batch-size", "1000"
     )
     assert planned.returncode == 0, planned.stderr
@@ -251,7 +273,7 @@ def test_a_seeded_training_runs_out_at_the_first_batch_that_is_too_large(tmp_pat
     assert planned.returncode == 3, planned.stderr
     fits = content(tmp_path / "plan")["draws"]["largest_batch_that_fits"]
     command = ["run", "--virtual-gpu", "t4", "--virtual-memory", memory, "-o", tmp_path / "run", script, steps, 7]
-    trained = opacus_memprof(*command)
+    trained = in_new_process(*command)
     assert "OutOfMemoryError" in trained.stderr
     *before, last = map(int, re.findall(r"^batch of (\d+)$", trained.stdout, re.MULTILINE))
     assert max(before) <= fits < last

@@ -11,12 +11,12 @@ import torch
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.runs import open_runs
 from opacus_memprof.planning.verdict import judge
-from opacus_memprof.planning.virtual_run import run_virtually
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_needs.py"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("shared_forks"),
     pytest.mark.skipif(
         sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
     ),
@@ -37,12 +37,11 @@ def test_a_gpu_must_have_what_is_needed(kind: str, memory: int | None, waste: fl
     configuration = PlannedConfiguration(PlannedProgram(str(SCRIPT), (kind,)), "t4", memory)
     with open_runs(tmp_path / "plan", resume=False, on_end=lambda *ended: None) as runs:
         verdict = judge(runs, configuration)
+        sizes = (verdict.needed, int(0.97 * verdict.needed))
+        tried = runs.all([replace(configuration, memory=size) for size in sizes])
+    assert [run.status for run in tried] == ["finished", "out_of_memory"]
     roomy = verdict.run if memory is None else verdict.whole
     assert roomy is not None
     assert roomy.reserved is not None
     assert roomy.context is not None
     assert roomy.reserved + roomy.context >= waste * verdict.needed
-    statuses = []
-    for number, size in enumerate((verdict.needed, int(0.97 * verdict.needed))):
-        statuses.append(run_virtually(replace(configuration, memory=size), tmp_path / str(number), 1).status)
-    assert statuses == ["finished", "out_of_memory"]

@@ -19,9 +19,12 @@ MIB = 2**20
 MEMORY = 2**30
 ROOM = MEMORY - GPUS["t4"].context_memory
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_forks"),
+    pytest.mark.skipif(
+        sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+    ),
+]
 
 
 def train(samples: int = 3) -> None:
