@@ -3,7 +3,6 @@
 
 import ast
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,6 +63,6 @@ def test_a_recipe_trains_as_without_the_profiler(recipe: Path, tmp_path: Path) -
 def test_a_recipe_runs_on_a_virtual_gpu(recipe: Path, tmp_path: Path) -> None:
     if missing := needs(recipe):
         pytest.skip(f"{', '.join(missing)} is not installed")
-    command = [sys.executable, "-m", "opacus_memprof", "run", "--virtual-gpu", "h200", "-o", "profile"]
+    command = [*warm_python.interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h200", "-o", "profile"]
     assert len(losses(command, recipe, tmp_path)) > 2
     check(load_profile(tmp_path / "profile").devices["cuda:0"].peak)

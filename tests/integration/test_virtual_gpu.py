@@ -4,7 +4,6 @@
 Each test is one process, since a virtual GPU must be there before torch is imported.
 """
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
+from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (LIBRARIES / "libcuda.so.1").is_file(), reason="the virtual GPU was not built")
@@ -32,10 +32,9 @@ def outside():  # of what torch reserves: the context
 
 def run(code: str, kind: str = "h200", **environment: str) -> subprocess.CompletedProcess[str]:
     """A program that starts with `START`, and that has ended well."""
-    done = subprocess.run(
-        [sys.executable, "-c", START.replace("h200", kind) + textwrap.dedent(code)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [*interpreter(), "-c", START.replace("h200", kind) + textwrap.dedent(code)]
+    environment = ENVIRONMENT | environment
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
