@@ -2,9 +2,9 @@
 """Starts programs without the 3 s in which Python imports torch and Opacus.
 
 The command of `interpreter()` is this file, which has a server fork the process that runs the program. The server has
-imported torch and Opacus, with nothing started and one thread, and hides them until the program imports them, as that
-of planned runs does (opacus_memprof.planning.fork_server). Arguments, directory, environment, standard streams and exit
-code are those of the command.
+imported torch, Opacus and the command line, with nothing started and one thread, and hides them until the program
+imports them, as that of planned runs does (opacus_memprof.planning.fork_server). Arguments, directory, environment,
+standard streams and exit code are those of the command.
 """
 
 import json
@@ -26,7 +26,7 @@ ENVIRONMENT = os.environ | {
     "COLUMNS": "200",  # so that no path is broken in two
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
-LATE = {"COLUMNS", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
+LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
 ANOTHER_ENVIRONMENT = b"another environment"
 
 
@@ -73,8 +73,9 @@ def ask(address: str, arguments: list[str]) -> None:
 def serve(listener: socket.socket) -> None:
     """Forks a process for each connection, until standard input ends."""
     from opacus_memprof.planning.fork_server import ForkServer
+    from opacus_memprof.planning.virtual_run import PACKAGES
 
-    server = ForkServer(["torch", "opacus", "torch._dynamo"])
+    server = ForkServer([*PACKAGES, "opacus_memprof.cli"])
     assert server.can_fork()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these processes
     while True:

@@ -45,7 +45,7 @@ def test_a_script_that_ends(tmp_path: Path, mode: str) -> None:
     [("raise", "failed", 1), ("exit_3", "failed", 3), ("exit_text", "failed", 1), ("memory", "out_of_memory", 7)],
 )
 def test_a_script_that_fails(tmp_path: Path, end: str, status: str, code: int) -> None:
-    reference = new_python(TRAIN, "--end", end)
+    reference = (new_python if end == "raise" else python)(TRAIN, "--end", end)
     completed = python(*RUN, "-o", tmp_path / "out", TRAIN, "--end", end)
     assert completed.returncode == reference.returncode == code
     assert completed.stdout.startswith(reference.stdout)
@@ -68,9 +68,8 @@ def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) -> None:
-    arguments = ("--workers", "2", "--context", context)
-    reference = new_python(TRAIN, *arguments)
-    completed = new_python(*RUN, "-o", tmp_path / "out", TRAIN, *arguments)
+    reference = plain(TRAIN, "--workers", "1", "--context", "fork")
+    completed = new_python(*RUN, "-o", tmp_path / "out", TRAIN, "--workers", "1", "--context", context)
     assert completed.returncode == 0, completed.stderr
     assert losses(completed.stdout) == losses(reference.stdout)
     assert completed.stderr.count("the profile is in") == 1
