@@ -15,6 +15,7 @@
 #   make opacus-suite   all of Opacus' own tests, without and with the profiler: takes long
 #   make bench          short benchmarks: says which got slower than the committed ratios; two minutes on a quiet machine
 #   make faults         plants faults, which the tests must find: takes half an hour
+#   make mutants        draws 300 faults, which the tests must find; goes on where it was interrupted: takes hours
 #
 # PYTHON=python3.12   makes the environment with another Python
 # VENV=path           uses (or makes) another environment; the torch that it has is kept
@@ -33,7 +34,7 @@ CXX_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp tests
 export MAX_JOBS := $(JOBS)
 MAKEFLAGS += --no-print-directory
 
-.PHONY: profile test lint docs docs-output cpp-test python-test nightly-test opacus-suite bench faults matrix try lowest try-lowest wheels wheel try-wheel \
+.PHONY: profile test lint docs docs-output cpp-test python-test nightly-test opacus-suite bench faults mutants matrix try lowest try-lowest wheels wheel try-wheel \
         release-check format tidy FORCE
 
 profile: $(VENV)/.opacus-memprof-built
@@ -67,7 +68,7 @@ docs-output: $(VENV)/.opacus-memprof-built
 # on a virtual one first.
 python-test: export OMP_NUM_THREADS ?= 1
 VIRTUAL_GPU := h200
-CUDA_TESTS := tests/gpu tests/integration
+CUDA_TESTS = tests/gpu $(shell grep -l 'mark.cuda' tests/integration/test_*.py)
 python-test: $(VENV)/.opacus-memprof-built
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
 	    $(BIN)/python -m pytest -n auto -m 'cuda and not nightly' --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
@@ -86,6 +87,11 @@ bench: $(VENV)/.opacus-memprof-built
 
 faults: $(VENV)/.opacus-memprof-built
 	$(BIN)/python -m tests.planted_faults --jobs $(JOBS)
+
+mutants: $(VENV)/.opacus-memprof-built
+	mkdir -p build
+	$(BIN)/python -m tests.planted_faults.mutants --count 300 --seed 44 --table build/mutants.md \
+	    clipping analysis planning hooks recording
 
 # What is claimed: each minor of torch with the lowest Opacus, from a copy of the sources, whose build is its own.
 CLAIMED = $(shell $(PYTHON) -c 'import runpy; claimed = runpy.run_path("opacus_memprof/versions.py"); print($(1))')
