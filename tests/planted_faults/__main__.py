@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,14 +149,17 @@ class Result:
         return failed[1] if failed else ""
 
 
-def run_tests(tree: Path, tests: Iterable[str], longest: float = _LONGEST) -> Result:
-    """Runs tests in a copy, until one fails: in a fork of this process, which has imported what they need."""
+def run_tests(tree: Path, tests: Iterable[str], longest: float = _LONGEST, plugins: Sequence[object] = ()) -> Result:
+    """Runs tests in a copy, until one fails: in a fork of this process, which has imported what they need.
+
+    Given plugins of pytest, runs all of the tests.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = os.fork()
         if process == 0:
             status = 3  # pytest's, of an internal error
             try:
-                status = _run_here(tree, list(tests), output.fileno())
+                status = _run_here(tree, list(tests), output.fileno(), plugins)
             finally:
                 os._exit(status)
         status = _wait(process, longest)
@@ -164,7 +167,7 @@ def run_tests(tree: Path, tests: Iterable[str], longest: float = _LONGEST) -> Re
         return Result(status, output.read())
 
 
-def _run_here(tree: Path, tests: list[str], output: int) -> int:
+def _run_here(tree: Path, tests: list[str], output: int, plugins: Sequence[object]) -> int:
     os.setpgrp()
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -173,7 +176,8 @@ def _run_here(tree: Path, tests: list[str], output: int) -> int:
     sys.path[:] = [str(tree), *(each for each in sys.path if each not in ("", str(ROOT)))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    status = int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]))
+    until = [] if plugins else ["-x"]
+    status = int(pytest.main([*until, "-q", "--tb=short", "-p", "no:cacheprovider", *tests], plugins=[*plugins]))
     package = importlib.import_module("opacus_memprof")
     assert Path(package.__file__ or "").is_relative_to(tree), package.__file__
     sys.stdout.flush()

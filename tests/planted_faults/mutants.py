@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws faults that nobody has thought of: ``python -m tests.planted_faults.mutants --count 60 clipping analysis/oom``.
 
-Each is a change of one expression or statement. Its tests are those of the listed faults of the same file, and then
-those that import the module over the fewest imports. Prints a row of a table for each fault, and fails if any survives.
+Each is a change of one expression or statement. Its tests are those that execute its line, the quickest first: of the
+test files that import the module over the fewest imports, which run once without a fault; and those of the listed
+faults of the same file. Prints a row of a table for each fault, and fails if any survives.
 """
 
 import argparse
 import ast
 import copy
+import json
 import random
 import re
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.planted_faults import FAULTS
-from tests.planted_faults.__main__ import copy_sources, run_with
+from tests.planted_faults.__main__ import copy_sources, run_tests, run_with
 from tests.planted_faults.fault import ROOT
 
 _REPLACED = {
@@ -29,6 +36,8 @@ _REPLACED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 _LONGEST = 300  # seconds
+_LONGEST_TRACED = 1200
+_MOST_TESTS = 40  # that execute a line
 _SURVIVED = "**survived**"
 _UNREACHED = 1000
 _TEST_FOLDERS = ("unit", "exactness", "plugin", "integration")
@@ -175,6 +184,53 @@ def _distance(start: Path, target: Path) -> int:
     return steps if target in reached else _UNREACHED
 
 
+class _Lines:
+    """A plugin of pytest that notes which lines of a file each test executes in this process.
+
+    Args:
+        source: the file.
+        output: where a line of JSON for each test comes: its seconds, its name and the lines.
+    """
+
+    def __init__(self, source: Path, output: Path) -> None:
+        self._source, self._output = str(source), output
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Traces a test with its fixtures."""
+        lines: set[int] = set()
+
+        def in_file(frame: Any, event: str, arg: object) -> object:
+            lines.add(frame.f_lineno)
+            return in_file
+
+        def trace(frame: Any, event: str, arg: object) -> object:
+            return in_file(frame, event, arg) if frame.f_code.co_filename == self._source else None
+
+        start = time.perf_counter()
+        sys.settrace(trace)
+        threading.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            with self._output.open("a") as file:
+                file.write(json.dumps([time.perf_counter() - start, item.nodeid, sorted(lines)]) + "\n")
+
+
+def covering(tree: Path, file: str, tests: Iterable[str]) -> dict[int, list[str]]:
+    """Runs tests without a fault. Returns those that execute each line of a file, the quickest first."""
+    output = tree / "lines.jsonl"
+    output.unlink(missing_ok=True)
+    run_tests(tree, tests, _LONGEST_TRACED, [_Lines(tree / "opacus_memprof" / file, output)])
+    found: dict[int, list[str]] = {}
+    for _, test, lines in sorted(map(json.loads, output.read_text().splitlines())) if output.exists() else ():
+        for line in lines:
+            found.setdefault(line, []).append(test)
+    return found
+
+
 def main() -> int:
     """Draws faults and plants them. Returns 0 if all of them are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,6 +238,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60, help="how many faults")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--files", type=int, default=4, help="test files for each, beside the tests of listed faults")
+    parser.add_argument(
+        "--table", type=Path, help="a file that gets the table, too: rows that it has are not drawn again"
+    )
     parser.add_argument("--only", type=int, nargs="+", help="of the draw, plant those with these numbers")
     arguments = parser.parse_args()
     paths = [ROOT / "opacus_memprof" / folder for folder in arguments.folders]
@@ -190,20 +249,37 @@ def main() -> int:
     everything = [mutant for name in names for mutant in mutants_of(name)]
     begin = time.perf_counter()
     drawn = random.Random(arguments.seed).sample(everything, min(arguments.count, len(everything)))
-    chosen = [number for number in range(len(drawn)) if arguments.only is None or number in arguments.only]
-    tests = {drawn[number].file: tests_of(drawn[number].file, arguments.files) for number in chosen}
-    print(f"{len(drawn)} of {len(everything)} changes, seed {arguments.seed}\n")
-    print("| | place | before | after | outcome | s |")
-    print("|---|---|---|---|---|---|", flush=True)
-    outcomes = []
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    title = f"{len(drawn)} of {len(everything)} changes, seed {arguments.seed}, at {commit}"
+    table = arguments.table.read_text() if arguments.table and arguments.table.exists() else ""
+    if table and table.partition("\n")[0] != title:
+        parser.error(f"{arguments.table} is of another draw: {table.partition(chr(10))[0]}")
+
+    def write(text: str) -> None:
+        nonlocal table
+        table += f"{text}\n"
+        print(text, flush=True)
+        if arguments.table:
+            arguments.table.write_text(table)
+
+    if not table:
+        write(f"{title}\n\n| | place | before | after | outcome | s |\n|---|---|---|---|---|---|")
+    known = set(map(int, re.findall(r"^\| (\d+) \|", table, re.MULTILINE)))
+    numbers = sorted(set(arguments.only or range(len(drawn))) - known, key=lambda number: (drawn[number].file, number))
     with tempfile.TemporaryDirectory() as folder:
-        copy_sources(Path(folder))
-        for number in chosen:
-            mutant, start = drawn[number], time.perf_counter()
-            outcomes.append(_outcome(Path(folder), mutant, tests[mutant.file]))
-            print(f"| {number} {mutant.row()} {outcomes[-1]} | {time.perf_counter() - start:.0f} |", flush=True)
-    print(f"\n{outcomes.count(_SURVIVED)} survived; {time.perf_counter() - begin:.0f} s")
-    return int(_SURVIVED in outcomes)
+        tree = Path(folder)
+        copy_sources(tree)
+        for file, same in groupby(numbers, key=lambda number: drawn[number].file):
+            near = tests_of(file, arguments.files)
+            lines = covering(tree, file, near)
+            for number in same:
+                mutant, start = drawn[number], time.perf_counter()
+                tests = lines.get(mutant.line, [])[:_MOST_TESTS]
+                outcome = _outcome(tree, mutant, [*tests, *(test for test in near if not tests or "::" in test)])
+                write(f"| {number} {mutant.row()} {outcome} | {time.perf_counter() - start:.0f} |")
+    survivors = table.count(f" {_SURVIVED} |")
+    print(f"\n{survivors} of {len(drawn)} survived; {time.perf_counter() - begin:.0f} s")
+    return int(survivors > 0)
 
 
 def _outcome(tree: Path, mutant: Mutant, tests: Iterable[str]) -> str:

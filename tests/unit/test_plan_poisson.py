@@ -62,4 +62,5 @@ def test_a_logical_batch_is_tried_in_all_its_parts() -> None:
     runs: Any = SimpleNamespace(all=run_all)
     physical, _ = _physical_batch(runs, configuration, fits=100, most=250, samples=1000, on_round=lambda count: None)
     assert physical == 70
+    assert [size for _, size in tried] == [100, 85, 70, 50]
     assert all(drawn >= max(250, 2 * size) for drawn, size in tried)

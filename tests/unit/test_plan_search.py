@@ -241,6 +241,30 @@ def test_drawn_batches_are_searched_and_their_peaks_computed() -> None:
     assert draws.peaks == {each: (size, size * 744 * 2**20) for each, size in sizes.items()}
 
 
+def test_a_single_sample_is_tried_where_the_mean_does_not_fit() -> None:
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), str(ROOM // 2**20))
+    run = cast(VirtualRun, SimpleNamespace(fits=False, poisson={"samples": 1000, "rate": 0.1}))
+    assert assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None).fits == 1
+
+
+def test_an_interrupt_ends_the_search_for_a_drawn_batch() -> None:
+    class Interrupted(_ClosedForms):
+        kept = 0
+
+        def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
+            if self.kept:
+                raise KeyboardInterrupt
+            return super().start(configuration)
+
+        def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
+            self.kept += 1
+
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "744")
+    run = cast(VirtualRun, SimpleNamespace(fits=True, poisson={"samples": 1000, "rate": 0.1}))
+    with pytest.raises(KeyboardInterrupt):
+        assess_draws(cast(PlannedRuns, Interrupted()), configuration, run, 10, lambda count: None)
+
+
 def test_advice_is_tried_and_what_fits_comes_first() -> None:
     """Of five suggestions four: two need an edit, one fails, and one of a single sample is not tried any more."""
     actions = [
