@@ -7,6 +7,30 @@ _MODULE = "flash_clip_module"
 
 FAULTS = [
     Fault(
+        "rows_between_calls",
+        "module/calls.py",
+        "or any(map(others.mixes, leaves))",
+        "or False",
+        "Detached values of other samples reach the next call.",
+        programs("parts_detached_mean"),
+    ),
+    Fault(
+        "numbers_between_calls",
+        "module/calls.py",
+        "(others.reads_numbers or",
+        "(False or",
+        "A number of the batch that the program reads is used for the next call.",
+        programs("parts_number", "parts_condition"),
+    ),
+    Fault(
+        "calls_between_are_forgotten",
+        "module/calls.py",
+        "if self._others is None or self._others.batch != batch:",
+        "if True:",
+        "What was computed from the call before the last one is not followed.",
+        programs("parts_fed_back_mixed_later"),
+    ),
+    Fault(
         "outputs_are_not_compared",
         "proof/recorder.py",
         "if a.shape[1:] != b.shape[1:] or far_apart(a, b, kept):",
@@ -394,10 +418,10 @@ FAULTS = [
     Fault(
         "parts_are_not_compared",
         "module/hooks.py",
-        "            self._parts.check(call, hooks.batch)",
+        "            self._parts.check_gradients(call, hooks.batch)",
         "            pass",
         "A program mixes samples between two parts of the model that it calls by themselves.",
-        programs("parts_mixed_between", "parts_flipped_between"),
+        programs("parts_mixed_in_a_mode"),
     ),
     Fault(
         "models_are_private_twice",

@@ -26,7 +26,7 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_a
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
-from opacus_memprof.clipping.forwards.state import RandomState
+from opacus_memprof.clipping.forwards.state import PLAIN, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
@@ -126,7 +126,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             registry, self.layer_hooks, bookkeeping, self.certificate, check, self._attached.run, self._attach
         )
         self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
-        self._parts = Parts()
+        self._parts = Parts(self._proofs.situations.check if self._proofs.joint is None else "off")
         self._call: Call | None = None
         self._begun_with: RandomState | None = None
         self._allocated_before = 0
@@ -195,6 +195,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.disable_hooks()
         self._attached.remove()
         self._explained.clear()
+        self._parts.pause()
         self.bookkeeping.clear()
         let_reducer_run(self._module, True)
 
@@ -272,10 +273,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None  # a checkpoint runs a part of the model again, in backward
         is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
         self._call = Call(module, args, kwargs, is_off)
+        self._parts.pause()
         if is_off:
+            self._check_frozen(self._call)
             return None
         was_layer = self._attached.is_tapped(module)
         try:
+            if self._proofs.joint is None and not self.bookkeeping.is_captured:
+                self._parts.check_rows(self._call)
             self._begin(self._call)
         except MemprofError as raised:
             error = self._call.other_thread or raised
@@ -288,6 +293,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         # A hook that is added while a module's hooks run is not called in that call.
         is_new = self._attached.is_tapped(module) and not was_layer
         return self._before_layer(module, args, kwargs) if is_new else None
+
+    def _check_frozen(self, call: Call) -> None:
+        """Checks the inputs of a call without gradients, whose outputs a later call may have as inputs."""
+        try:
+            if self.registry.model.training:
+                self._parts.check_rows(call)
+        except MemprofError as error:
+            self.certificate.refuse(error)
+            self.bookkeeping.refusal.add(error)
 
     def _begin(self, call: Call) -> None:
         hooks = self.layer_hooks
@@ -311,8 +325,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 raise
             error = raised
         self._proofs.prepare(call, error)
-        if call.is_proved or call.record is not None:
-            self._parts.check(call, hooks.batch)
+        if call.is_proved or call.record is not None or self._parts.is_due():
+            self._parts.check_gradients(call, hooks.batch)
         if call.random is not None:
             self._proofs.begin_forward(call)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
@@ -347,7 +361,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         self._call = None
         self._proofs.end_forward(call)
-        if output is None or call.is_off or not self.hooks_enabled:
+        if output is None or not self.hooks_enabled:
+            return None
+        if call.is_off:
+            if self.registry.model.training and not self.bookkeeping.is_captured:
+                self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)])
             return None
         try:
             return self._finish(call, output)
@@ -410,6 +428,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for x, _ in others:
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
+        if call.random is not None and self._parts.follow(call, outputs):
+            outputs[0][0].register_hook(self._parts.end)  # type: ignore[no-untyped-call]
         return output
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:

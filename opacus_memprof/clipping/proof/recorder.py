@@ -244,10 +244,15 @@ def agree(
 
 def far_apart(a: Rows, b: Rows, kept: torch.Tensor) -> bool:
     """Returns whether kept samples differ by more than rounding."""
+    differs = differing(a, b)
+    return bool((differs & kept.to(differs.device)).any())
+
+
+def differing(a: Rows, b: Rows) -> torch.Tensor:
+    """Returns which samples differ by more than rounding, [B]."""
     tolerance = _tolerance(a.dtype, a.norms.device)
     tolerance = max(tolerance, _MORE * (min(a.rounding, tolerance) if a.shape == b.shape else tolerance))
-    differences = a.differences(b)
-    return bool((torch.where(kept.to(differences.device), differences, 0) > tolerance).any())
+    return a.differences(b) > tolerance
 
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:

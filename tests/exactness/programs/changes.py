@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.exactness.judge import Batch, Step, step
 from tests.exactness.program import Graph, Program, floats, inner, of_shape, per_sample, scales, several
@@ -31,6 +32,64 @@ def _mixed_between_parts(model: Any, batch: Batch) -> torch.Tensor:
 def _flipped_between_parts(model: Any, batch: Batch) -> torch.Tensor:
     parts = inner(model)
     return per_sample(parts.head(parts.body(batch["x"]).flip(0)), batch)
+
+
+# What a program may compute for its next call from the last one's output and input, and without gradients.
+_BETWEEN: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
+    "detached_mean": (lambda h, x: h - h.detach().mean(0), False),
+    "detached": (lambda h, x: (h - h.mean(0)).detach(), False),
+    "number": (lambda h, x: h - h.mean().item(), False),
+    "number_as_tensor": (lambda h, x: h * torch.tensor(h.std().item()), False),
+    "condition": (lambda h, x: -h if h.sum() > x.sum() else h, False),
+    "written_in_place": (lambda h, x: torch.zeros_like(h).copy_(h.detach().flip(0)), False),
+    "selected": (lambda h, x: h * (h > h.median()), False),
+    "mean_of_inputs": (lambda h, x: h - x.mean(0), False),
+    "own_mean": (lambda h, x: h - h.detach().mean(1, keepdim=True), True),
+    "logged": (lambda h, x: h * 0.5 if h.mean().item() else h, True),
+    "noise": (lambda h, x: h + torch.randn_like(h) * 0, True),
+    "columns_first": (lambda h, x: h.detach().T.contiguous().T + h, True),
+}
+
+
+def _between(name: str) -> Callable[[Any, Batch], torch.Tensor]:
+    def losses(model: Any, batch: Batch) -> torch.Tensor:
+        parts, x = inner(model), batch["x"]
+        return per_sample(parts.head(_BETWEEN[name][0](torch.tanh(parts.body(x)), x)), batch)
+
+    return losses
+
+
+class _OwnMode(TorchDispatchMode):
+    """A mode of the program, under which derivatives alone show what it computes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def _mixed_in_a_mode(model: Any, batch: Batch) -> torch.Tensor:
+    with _OwnMode():
+        return _mixed_between_parts(model, batch)
+
+
+def _fed_back(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's own output is an input of its next call."""
+    with torch.no_grad():
+        first = model(batch["x"]).repeat(1, 2)
+    return per_sample(model(batch["x"] + first), batch)
+
+
+def _fed_back_mixed(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        first = model(batch["x"]).repeat(1, 2)
+    return per_sample(model(batch["x"] + first.flip(0)), batch)
+
+
+def _fed_back_mixed_later(model: Any, batch: Batch) -> torch.Tensor:
+    """Between the calls of which one has other samples' outputs there is another one."""
+    with torch.no_grad():
+        first = model(batch["x"]).repeat(1, 2)
+        model(batch["x"])
+    return per_sample(model(batch["x"] + first.flip(0)), batch)
 
 
 def _after_root(model: Any, batch: Batch) -> torch.Tensor:
@@ -195,11 +254,20 @@ def _accumulated(*sizes: int) -> Callable[[], list[Step]]:
 
 
 _HOLDS = {"holds_frozen": True}
+_TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
 PROGRAMS = [
     Program("parts_only", _two_parts, _THREE, "exact", _by_parts),
     Program("parts_mixed_between", _two_parts, _THREE, "refused", _mixed_between_parts),
     Program("parts_flipped_between", _two_parts, _THREE, "refused", _flipped_between_parts),
+    *(
+        Program(f"parts_{name}", _two_parts, _TWO, "exact" if is_exact else "refused", _between(name))
+        for name, (_, is_exact) in _BETWEEN.items()
+    ),
+    Program("parts_mixed_in_a_mode", _two_parts, _TWO, "refused", _mixed_in_a_mode),
+    Program("parts_fed_back", _two_parts, _TWO, "exact", _fed_back),
+    Program("parts_fed_back_mixed_later", _two_parts, _TWO, "refused", _fed_back_mixed_later),
+    Program("parts_fed_back_mixed", _two_parts, _TWO, "refused", _fed_back_mixed),
     Program("parts_after_root", _two_parts, _THREE, "exact", _after_root),
     Program("parts_after_root_with_grad", _two_parts, _THREE, "exact", _after_root_with_grad),
     Program("parts_sizes_change", _two_parts, several(lambda: floats(5, 6), lambda: floats(3, 6)), "exact", _by_parts),
