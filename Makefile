@@ -45,7 +45,7 @@ test:
 	$(MAKE) -j2 --output-sync=line lint docs cpp-test
 	$(MAKE) python-test
 
-lint: $(VENV)/.opacus-memprof-built
+lint: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python tests/rooms.py
 	$(BIN)/python tools/words.py
 	$(BIN)/codespell
@@ -56,10 +56,10 @@ lint: $(VENV)/.opacus-memprof-built
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 # A broken link, a missing anchor and a page that no menu has are errors (not with --quiet, which hides them from --strict).
-docs: $(VENV)/.opacus-memprof-built
+docs: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python -m mkdocs build --strict
 
-docs-output: $(VENV)/.opacus-memprof-built
+docs-output: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python tools/docs_output.py
 	$(BIN)/python tools/readme_picture.py
 
@@ -69,26 +69,26 @@ docs-output: $(VENV)/.opacus-memprof-built
 python-test: export OMP_NUM_THREADS ?= 1
 VIRTUAL_GPU := h200
 CUDA_TESTS = tests/gpu $(shell grep -l 'mark.cuda' tests/integration/test_*.py)
-python-test: $(VENV)/.opacus-memprof-built
+python-test: $(VENV)/.opacus-memprof-tests
 	if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
 	    $(BIN)/python -m pytest -n auto -m 'cuda and not nightly' --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS); fi
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25 -m 'not nightly'
 
 nightly-test: export OMP_NUM_THREADS ?= 1
-nightly-test: $(VENV)/.opacus-memprof-built
+nightly-test: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25 -m nightly
 
-opacus-suite: $(VENV)/.opacus-memprof-built
+opacus-suite: $(VENV)/.opacus-memprof-tests
 	OPACUS_SUITE=all $(BIN)/python -m pytest tests/integration/test_opacus_suite.py
 
 bench: export OMP_NUM_THREADS ?= 1
-bench: $(VENV)/.opacus-memprof-built
+bench: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python -m benchmarks.compare
 
-faults: $(VENV)/.opacus-memprof-built
+faults: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python -m tests.planted_faults --jobs $(JOBS)
 
-mutants: $(VENV)/.opacus-memprof-built
+mutants: $(VENV)/.opacus-memprof-tests
 	mkdir -p build
 	$(BIN)/python -m tests.planted_faults.mutants --count 300 --seed 44 --table build/mutants.md \
 	    clipping analysis planning hooks recording
@@ -222,7 +222,7 @@ $(SANITIZERS:cpp-%=cuda-%): cuda-test-%: cpp-test-% $(VENV)/.opacus-memprof-requ
 tidy: cpp-test-none
 	clang-tidy -p build/cpp-none --quiet csrc/core/*.cpp
 
-format: $(VENV)/.opacus-memprof-built
+format: $(VENV)/.opacus-memprof-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
@@ -252,5 +252,10 @@ $(VENV)/.opacus-memprof-requirements: $(VENV)/.opacus-memprof-core $(wildcard bu
 BUILT_FROM = setup.py pyproject.toml $(wildcard csrc/* csrc/*/* csrc/*/*/* build_backend/*.py opacus_memprof/_build_info.py)
 $(VENV)/.opacus-memprof-built: $(VENV)/.opacus-memprof-requirements $(BUILT_FROM) \
                                $(if $(wildcard opacus_memprof/_C.*.so),,FORCE)
-	$(INSTALL) --no-build-isolation -e '.[test]'
+	$(INSTALL) --no-build-isolation -e '.[train]'
+	touch $@
+
+# What checks and tests need besides, which is as much again.
+$(VENV)/.opacus-memprof-tests: $(VENV)/.opacus-memprof-built
+	$(INSTALL) 'opacus-memprof[test]'
 	touch $@
