@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,11 +77,15 @@ _EXAMPLES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=220, **_EXAMPLES)
-@given(draws())
-def test_clean_programs_are_exact(drawn: Draw) -> None:
-    verdict = drawn.verdict()
-    assert verdict.outcome == "exact", f"{verdict.outcome}: {verdict.message}"
+@pytest.mark.parametrize("examples", [80, pytest.param(220, marks=pytest.mark.nightly)])
+def test_clean_programs_are_exact(examples: int) -> None:
+    @settings(max_examples=examples, **_EXAMPLES)
+    @given(draws())
+    def is_exact(drawn: Draw) -> None:
+        verdict = drawn.verdict()
+        assert verdict.outcome == "exact", f"{verdict.outcome}: {verdict.message}"
+
+    is_exact()
 
 
 @settings(max_examples=80, **_EXAMPLES)
