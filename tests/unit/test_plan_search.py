@@ -247,22 +247,25 @@ def test_a_single_sample_is_tried_where_the_mean_does_not_fit() -> None:
     assert assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None).fits == 1
 
 
+def test_where_all_fits_the_search_ends_at_the_largest_batch_that_is_likely() -> None:
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "1")
+    run = cast(VirtualRun, SimpleNamespace(fits=True, poisson={"samples": 1000, "rate": 0.1}))
+    draws = assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None)
+    assert (draws.fits, draws.probability) == (LargestBatch(1000, 0.1, 10).quantile(1 - 1e-9), 0.0)
+
+
 def test_an_interrupt_ends_the_search_for_a_drawn_batch() -> None:
-    class Interrupted(_ClosedForms):
-        kept = 0
+    rounds = []
 
-        def start(self, configuration: PlannedConfiguration) -> "Future[VirtualRun]":
-            if self.kept:
-                raise KeyboardInterrupt
-            return super().start(configuration)
-
-        def keep(self, configuration: PlannedConfiguration, run: VirtualRun) -> None:
-            self.kept += 1
+    def begin(count: int) -> None:
+        rounds.append(count)
+        if len(rounds) == 3:  # not again, in the search for a physical batch
+            raise KeyboardInterrupt
 
     configuration = PlannedConfiguration(PlannedProgram("train.py"), "744")
     run = cast(VirtualRun, SimpleNamespace(fits=True, poisson={"samples": 1000, "rate": 0.1}))
     with pytest.raises(KeyboardInterrupt):
-        assess_draws(cast(PlannedRuns, Interrupted()), configuration, run, 10, lambda count: None)
+        assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, begin)
 
 
 def test_advice_is_tried_and_what_fits_comes_first() -> None:
