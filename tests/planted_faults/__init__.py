@@ -18,6 +18,7 @@ from tests.planted_faults import (
     proof,
     ranks,
     reports,
+    rounding,
     situations,
 )
 from tests.planted_faults.fault import Fault
@@ -25,6 +26,7 @@ from tests.planted_faults.fault import Fault
 FAULTS: list[Fault] = [
     *clipping.FAULTS,
     *gradients.FAULTS,
+    *rounding.FAULTS,
     *noise_and_steps.FAULTS,
     *parts.FAULTS,
     *ranks.FAULTS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in steps whose batch comes in parts or whose noise or bound has a past, and of numbers that are rounded."""
+"""Faults in steps whose batch comes in parts or whose noise or bound has a past, and of arguments."""
 
 from tests.planted_faults.fault import Fault, integration, unit
 
@@ -110,14 +110,6 @@ FAULTS = [
         'int.from_bytes(digest[:1], "big")',
         "Of many ranks two have the same noise.",
         unit("clipping_noise::shards_have_generators_of_their_own"),
-    ),
-    Fault(
-        "bias_of_low_precision_is_rounded",
-        "layers/linear.py",
-        "g.sum(tuple(range(1, g.dim() - 1)), dtype=accumulation_dtype(g.dtype))",
-        "g.sum(tuple(range(1, g.dim() - 1)))",
-        "The per-sample gradients of a bias are rounded to eight bits.",
-        unit("clipping_norms_bound::norms_of_low_precision_are_not_of_rounded_gradients"),
     ),
     Fault(
         "verify_noise_by_another_root",
