@@ -159,6 +159,7 @@ wheels: $(BIN)/python
 	        $(WHEELS)/$$(basename $$python)/*/dist/*.whl; done
 	$(BIN)/twine check --strict $(WHEELS)/dist/*.whl
 	$(BIN)/check-wheel-contents $(WHEELS)/dist/*.whl
+	@large=$$(find $(WHEELS)/dist -maxdepth 1 -size +25M) && test -z "$$large" || { echo "larger than 25 MB: $$large" >&2; exit 1; }
 	set -e; for python in $(WHEEL_PYTHONS); do \
 	    $(MAKE) try-wheel PYTHON=$$python VENV=$(WHEELS)/$$(basename $$python)/tried TORCH=$(WHEEL_TRIED); done
 
