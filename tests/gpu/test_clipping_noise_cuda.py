@@ -120,3 +120,19 @@ def test_noise_takes_no_memory_but_for_its_table() -> None:
     add_noise(sums, std=1.0, generator=generator, secure_mode=False)
     assert torch.cuda.max_memory_allocated() - before == 512  # a table of two rows
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_noisy_sums_that_are_rounded(dtype: torch.dtype) -> None:
+    """Into other tensors, in one pass over memory: as rounded afterwards, and the norms are those before noise."""
+    sums = [torch.randn(size, device="cuda") for size in [(5,), (), (300, 700), (0, 3), (1_000_003,)]]
+    mine, theirs = (torch.Generator("cuda").manual_seed(5) for _ in range(2))
+    targets = [torch.empty_like(total, dtype=dtype) for total in sums]
+    norms = torch.full((len(sums),), -1.0, dtype=torch.float64, device="cuda")
+    add_noise(sums, std=1.7, generator=mine, secure_mode=False, divisor=37, targets=targets, norms=norms)
+    torch.testing.assert_close(norms, torch.stack([total.double().norm() for total in sums]), rtol=1e-6, atol=0)
+    add_noise(sums, std=1.7, generator=theirs, secure_mode=False, divisor=37)
+    for target, total in zip(targets, sums, strict=True):
+        assert torch.equal(target, total.to(dtype))
+    assert torch.equal(mine.get_state(), theirs.get_state())

@@ -176,10 +176,12 @@ def test_few_sums_are_in_float32_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         in_float32: list[int] = []
         check = optimizer._add_noise_to
 
-        def count(params: Any, divisor: float, check: Any = check, optimizer: Any = optimizer) -> None:
+        def count(
+            params: Any, divisor: float, sum_check: Any = None, check: Any = check, optimizer: Any = optimizer
+        ) -> None:
             sums = [p.summed_grad for p in optimizer.params if p.summed_grad is not None]
             in_float32.append(sum(total.dtype == torch.float32 for total in sums))  # noqa: B023
-            check(params, divisor)
+            check(params, divisor, sum_check)
 
         monkeypatch.setattr(optimizer, "_add_noise_to", count)
         for part in [x] if parts == 1 else [x, x[:0]]:

@@ -215,8 +215,8 @@ FAULTS = [
     Fault(
         "net_of_some_parameters",
         "optimizers/optimizer.py",
-        "            self._sum_check.add([parameter.summed_grad for parameter in params])",
-        "            self._sum_check.add([parameter.summed_grad * 0 for parameter in params])",
+        "            check.add_norms(norms)\n",
+        "            check.add_norms(norms * 0)\n",
         "The net does not see sums of low precision.",
         integration(f"{_NET}::factors_that_are_too_large_for_sums_that_are_rounded"),
     ),

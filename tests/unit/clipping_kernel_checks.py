@@ -292,7 +292,8 @@ def test_token_norm_kernel(norm: type[nn.LayerNorm | nn.RMSNorm], shape: tuple[i
 
 
 @pytest.mark.parametrize("divisor", [3.0, 4.0])
-def test_noise_kernel(divisor: float) -> None:
+@pytest.mark.parametrize("rounds", [True, False])
+def test_noise_kernel(divisor: float, rounds: bool) -> None:
     """The noise is that of curand's formulas, written down in float64.
 
     Covers sizes below and above torch's threads, a counter above 32 bits, and a launch whose programs share no row.
@@ -310,13 +311,19 @@ def test_noise_kernel(divisor: float) -> None:
             counters.append((counter, threads))
             turns = -(-total.numel() // (4 * threads))
             counter, programs = counter + turns, programs + turns * -(-threads // block)
-        constants = {"BLOCK": block, "TYPE": TYPES[dtype], "BY_POWER_OF_2": divisor == 4}
-        add_normals[(programs,)](torch.tensor(table), len(table), std, divisor, **constants)
-        for total, old, (first, threads) in zip(own, before, counters, strict=True):
-            noise = torch.from_numpy(curand_normals(seed, first, threads, total.numel())) * std
+        targets = [torch.empty_like(total, dtype=torch.float16) if rounds else total for total in own]
+        addresses = torch.tensor([target.data_ptr() for target in targets])
+        squares = torch.zeros(len(own), dtype=torch.float64)
+        constants = {"BLOCK": block, "TYPE": TYPES[dtype], "TARGET": TYPES[targets[0].dtype]}
+        constants |= {"STEP": 1, "BY_POWER_OF_2": divisor == 4, "ADDS_SQUARES": rounds}
+        add_normals[(programs,)](torch.tensor(table), addresses, squares, len(table), std, divisor, **constants)
+        norms = [old.double().square().sum() if rounds else squares.new_zeros(()) for old in before]
+        torch.testing.assert_close(squares, torch.stack(norms), rtol=1e-6, atol=0)
+        for target, old, (first, threads) in zip(targets, before, counters, strict=True):
+            noise = torch.from_numpy(curand_normals(seed, first, threads, target.numel())) * std
             expected = (old.double() + noise.to(dtype).double()).to(dtype) / divisor
-            tolerance = (1e-5 if dtype == torch.float32 else 4e-3) / divisor
-            torch.testing.assert_close(total, expected, rtol=0, atol=tolerance)
+            tolerance = (1e-5 if target.dtype == torch.float32 else 4e-3) / divisor
+            torch.testing.assert_close(target.to(dtype), expected, rtol=0, atol=tolerance)
 
 
 def test_the_oracle_of_the_noise_kernel() -> None:

@@ -120,14 +120,20 @@ def test_stack_kernels_compile_for_the_h200() -> None:
 
 
 @pytest.mark.parametrize("by_power_of_2", [True, False])
-@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
-def test_the_noise_kernel_compiles_for_the_h200(element: str, by_power_of_2: bool) -> None:
+@pytest.mark.parametrize("adds_squares", [True, False])
+@pytest.mark.parametrize(
+    ("element", "target"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+)
+def test_the_noise_kernel_compiles_for_the_h200(
+    element: str, target: str, adds_squares: bool, by_power_of_2: bool
+) -> None:
     import triton.language as tl
 
     from opacus_memprof.clipping.kernels import noise as noise_triton
 
-    constants = {"BLOCK": 512, "TYPE": getattr(tl, element), "BY_POWER_OF_2": by_power_of_2}
-    signature = {"table": "*i64", "std": "fp32", "divisor": "fp32"}
+    types = {"TYPE": getattr(tl, element), "TARGET": getattr(tl, target)}
+    constants = {"BLOCK": 512, **types, "STEP": 1, "BY_POWER_OF_2": by_power_of_2, "ADDS_SQUARES": adds_squares}
+    signature = {"table": "*i64", "targets": "*i64", "squares": "*fp64", "std": "fp32", "divisor": "fp32"}
     assert _compile(noise_triton.add_normals, signature, constants, 4).asm["cubin"]
 
 

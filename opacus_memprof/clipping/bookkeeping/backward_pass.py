@@ -123,7 +123,11 @@ class SumCheck:
 
     def add(self, sums: Sequence[torch.Tensor]) -> None:
         """Queues the norms of clipped sums without noise, in the order of the optimizer's parameters."""
-        self._of_sums.append(norms_of_sums(sums))
+        self.add_norms(norms_of_sums(sums))
+
+    def add_norms(self, norms: torch.Tensor) -> None:
+        """Adds norms of clipped sums that `add` would find."""
+        self._of_sums.append(norms)
 
     def begin(self) -> None:
         """Queues the copy of the norms to the host."""

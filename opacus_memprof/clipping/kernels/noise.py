@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise on CUDA that is drawn where it is added, so that it is never in memory.
 
-One launch reads every sum, adds the numbers that torch would have drawn for it, and writes it back.
+One launch reads every sum, adds the numbers that torch would have drawn for it, and writes the result in the dtype of
+its target. It also adds up the squares of what it has read, so that the norms of sums need no other pass over memory.
 
 torch draws a tensor's normal numbers as follows (distribution_elementwise_grid_stride_kernel in
 ATen/native/cuda/DistributionTemplates.h, and curand_normal4). Thread i of n takes the Philox4x32-10 number (Salmon et
@@ -21,7 +22,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.language.extra import libdevice  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from opacus_memprof.clipping.kernels.native import launch, reserve_normal
+from opacus_memprof.clipping.kernels.native import address_table, launch, reserve_normal
 from opacus_memprof.clipping.kernels.stacks import TYPES
 
 _BLOCK = 512  # threads of torch whose numbers one program draws
@@ -53,7 +54,18 @@ def box_muller(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def add_normals(  # type: ignore[no-untyped-def]
-    table, count, std, divisor, BLOCK: tl.constexpr, TYPE: tl.constexpr, BY_POWER_OF_2: tl.constexpr
+    table,
+    targets,
+    squares,
+    count,
+    std,
+    divisor,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+    TARGET: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_POWER_OF_2: tl.constexpr,
+    ADDS_SQUARES: tl.constexpr,
 ):
     program = tl.program_id(0)
     row, end = program * 0, program * 0 + count  # the last row whose first program is not after this one
@@ -71,24 +83,29 @@ def add_normals(  # type: ignore[no-untyped-def]
     counter += turn
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     a, b, c, d = normal4(tl.load(table + 5), low, high, thread.to(tl.uint32))
-    address = tl.load(table).to(tl.pointer_type(TYPE))
+    source, target = tl.load(table).to(tl.pointer_type(TYPE)), tl.load(targets + STEP * row).to(tl.pointer_type(TARGET))
     at = 4 * turn * threads + thread
     size = tl.where(thread < threads, size, 0)
-    add_normal(address, at, size, a * std, divisor, BY_POWER_OF_2)
-    add_normal(address, at + threads, size, b * std, divisor, BY_POWER_OF_2)
-    add_normal(address, at + 2 * threads, size, c * std, divisor, BY_POWER_OF_2)
-    add_normal(address, at + 3 * threads, size, d * std, divisor, BY_POWER_OF_2)
+    of_all = add_normal(source, target, at, size, a * std, divisor, BY_POWER_OF_2)
+    of_all += add_normal(source, target, at + threads, size, b * std, divisor, BY_POWER_OF_2)
+    of_all += add_normal(source, target, at + 2 * threads, size, c * std, divisor, BY_POWER_OF_2)
+    of_all += add_normal(source, target, at + 3 * threads, size, d * std, divisor, BY_POWER_OF_2)
+    if ADDS_SQUARES:
+        tl.atomic_add(squares + row, tl.sum(of_all).to(tl.float64))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def add_normal(address, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
-    element = address.dtype.element_ty
+def add_normal(source, target, at, size, normal, divisor, BY_POWER_OF_2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the squares of the numbers without noise."""
+    element = source.dtype.element_ty
     inside = at < size
-    total = tl.load(address + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    square = total * total
     total += normal.to(element).to(tl.float32)  # torch rounds noise to the dtype of the tensor that it fills
     total = total.to(element).to(tl.float32)  # torch divides the sum after rounding it
     total = total * tl.div_rn(1.0, divisor) if BY_POWER_OF_2 else tl.div_rn(total, divisor)
-    tl.store(address + at, total.to(element), mask=inside)
+    tl.store(target + at, total.to(element).to(target.dtype.element_ty), mask=inside)
+    return square
 
 
 @functools.cache
@@ -106,21 +123,40 @@ def draws_as_torch(device: torch.device) -> bool:
 
 
 def add_normal_cuda(
-    sums: Sequence[torch.Tensor], std: float, generator: torch.Generator | None, divisor: float = 1
+    sums: Sequence[torch.Tensor],
+    std: float,
+    generator: torch.Generator | None,
+    divisor: float = 1,
+    targets: Sequence[torch.Tensor] | None = None,
+    squares: torch.Tensor | None = None,
 ) -> None:
-    """Adds noise of this standard deviation to every sum in place, and divides it, with one launch.
+    """Adds noise of this standard deviation to every sum, and divides it, with one launch.
 
     Args:
-        sums: contiguous, less than 2 GiB each, of one dtype in `KERNEL_DTYPES`, and on one device.
+        sums: contiguous, less than 2 GiB each, not empty, of one dtype in `KERNEL_DTYPES`, and on one device.
         std: the standard deviation.
         generator: a generator of that device; None for the device's default one. It advances as if torch had drawn the
             noise.
         divisor: the divisor of the noisy sums.
+        targets: what the noisy sums are written to, contiguous, of the shapes of the sums and of one dtype; None for
+            the sums themselves.
+        squares: the squared norm of each sum without noise is added to it, [sums], float64.
     """
     properties = torch.cuda.get_device_properties(sums[0].device)
     most = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _THREADS)
     table, programs = reserve_normal(sums, generator, most * _THREADS, _BLOCK)
-    if programs:
-        numbers = (len(table), std, float(divisor))
-        constants = {"TYPE": TYPES[sums[0].dtype], "BY_POWER_OF_2": math.frexp(divisor)[0] == 0.5}
-        launch(add_normals, (programs, 1, 1), table, *numbers, BLOCK=_BLOCK, **constants)
+    numbers = (len(table), std, float(divisor))
+    addresses, step = table, _COLUMNS.value  # a sum's address is in the first column
+    if targets is None:
+        targets = sums
+    else:
+        addresses, step = address_table([(target.view(-1),) for target in targets], False), 1
+    constants = {
+        "TYPE": TYPES[sums[0].dtype],
+        "TARGET": TYPES[targets[0].dtype],
+        "STEP": step,
+        "BY_POWER_OF_2": math.frexp(divisor)[0] == 0.5,
+        "ADDS_SQUARES": squares is not None,
+    }
+    squares = addresses if squares is None else squares  # not read then
+    launch(add_normals, (programs, 1, 1), table, addresses, squares, *numbers, BLOCK=_BLOCK, **constants)

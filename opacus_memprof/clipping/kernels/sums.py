@@ -18,7 +18,7 @@ from opacus_memprof.clipping.cost import choose, copied_numbers, draws_in_place
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.native import draw_normal
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
-from opacus_memprof.clipping.kernels.norms import has_kernels, matrix
+from opacus_memprof.clipping.kernels.norms import has_kernels, matrix, norms_of_sums
 from opacus_memprof.clipping.workspace import Workspace, batches, is_low_precision, slices, sum_dtype
 
 
@@ -239,28 +239,50 @@ def add_noise(
     generator: torch.Generator | None,
     secure_mode: bool,
     divisor: float = 1,
+    targets: Sequence[torch.Tensor] | None = None,
+    norms: torch.Tensor | None = None,
 ) -> None:
-    """Adds Gaussian noise to every sum in place, in the order of the sums, and divides them.
+    """Adds Gaussian noise to every sum, in the order of the sums, and divides them.
 
     On CUDA one kernel draws and adds it, if the kernel gives the same numbers as torch.
+
+    Args:
+        sums: clipped sums; they change unless a target takes the result.
+        std: the standard deviation.
+        generator: draws the noise; None for torch's default generator.
+        secure_mode: whether torchcsprng draws it, as in Opacus.
+        divisor: the divisor of the noisy sums.
+        targets: tensors that take the noisy sums, rounded to their dtype; None for the sums themselves.
+        norms: takes the norm of each sum without noise, [sums], float64.
     """
 
-    def kernel(total: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
+    def kernel(place: int) -> tuple[torch.device, torch.dtype, torch.dtype] | None:
         """Returns the properties that sums of one launch share; None if no launch can add the noise of this sum."""
-        is_plain = type(total) is torch.Tensor and has_kernels(total) and total.is_contiguous()
-        return (total.device, total.dtype) if is_plain and draws_in_place(total.nbytes) else None
+        total, target = sums[place], written[place]
+        is_plain = all(type(x) is torch.Tensor and has_kernels(x) and x.is_contiguous() for x in (total, target))
+        fits = is_plain and total.numel() and draws_in_place(total.nbytes)
+        return (total.device, total.dtype, target.dtype) if fits else None
 
-    if secure_mode or std == 0 or (generator is not None and generator.device.type != "cuda"):
-        draw_and_add(sums, std, generator, secure_mode, divisor)
-        return
-    for of_kernel, group in itertools.groupby(sums, kernel):
+    written = sums if targets is None else targets
+    is_secure = secure_mode or std == 0 or (generator is not None and generator.device.type != "cuda")
+    for of_kernel, group in itertools.groupby(range(len(sums)), (lambda _: None) if is_secure else kernel):
+        places = list(group)
+        own, into = [sums[i] for i in places], None if targets is None else [targets[i] for i in places]
         if of_kernel is not None:
             from opacus_memprof.clipping.kernels import noise as noise_triton
 
             if noise_triton.draws_as_torch(of_kernel[0]):
-                noise_triton.add_normal_cuda(list(group), std, generator, divisor)
+                squares = None if norms is None else torch.zeros(len(own), dtype=torch.float64, device=of_kernel[0])
+                noise_triton.add_normal_cuda(own, std, generator, divisor, into, squares)
+                if norms is not None and squares is not None:
+                    norms[places[0] : places[-1] + 1] = squares.sqrt_()
                 continue
-        draw_and_add(list(group), std, generator, secure_mode, divisor)
+        if norms is not None:
+            norms[places[0] : places[-1] + 1] = norms_of_sums(own)
+        draw_and_add(own, std, generator, secure_mode, divisor)
+        for total, target in zip(own, into or own, strict=True):
+            if target is not total:
+                target.copy_(total)
 
 
 def draw_and_add(

@@ -260,8 +260,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             params: list[Any] = [parameter for parameter, _ in some]
             for parameter in params:
                 _, parameter.summed_grad = some.pop(0)
-            self._sum_check.add([parameter.summed_grad for parameter in params])
-            self._add_noise_to(params, self.grad_divisor())
+            self._add_noise_to(params, self.grad_divisor(), self._sum_check)
         self._sum_check.begin()
 
     def _rounds_at_once(self) -> bool:
@@ -270,25 +269,53 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             return False
         return any(is_low_precision(parameter.dtype) for parameter in self.params)
 
-    def _add_noise_to(self, params: list[Any], divisor: float) -> None:
-        noisy: list[torch.Tensor] = []
+    def _add_noise_to(self, params: list[Any], divisor: float, check: SumCheck | None = None) -> None:
+        """Does what `add_noise` does for some parameters.
+
+        Args:
+            params: the parameters.
+            divisor: see `add_noise`.
+            check: gets the norms of the sums without noise. The noisy sums are then rounded in the same pass over
+                memory, into tensors beside the sums.
+        """
+        noisy: list[Any] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
             _check_processed_flag(parameter.summed_grad)
-            (noisy if self._gets_noise(parameter) else noiseless).append(parameter.summed_grad)
+            if self._gets_noise(parameter):
+                noisy.append(parameter)
+            else:
+                noiseless.append(parameter.summed_grad)
+        totals = [parameter.summed_grad for parameter in noisy]
+        targets = norms = None
+        if check is not None:
+            targets = [self._rounded_target(parameter) for parameter in noisy]
+            norms = torch.zeros(len(totals), dtype=torch.float64, device=totals[0].device)
+            check.add_norms(norms)
         sums.add_noise(
-            noisy,
+            totals,
             std=self.noise_std(),
             generator=self.generator,
             secure_mode=self.secure_mode,
             divisor=divisor,
+            targets=targets,
+            norms=norms,
         )
+        for parameter, target in zip(noisy, targets or totals, strict=True):
+            parameter.summed_grad = target  # releases the sum in float32
+        del totals
         sums.divide(noiseless, divisor)
         for parameter in params:
             if self._is_final(parameter):
                 self._assign_gradient(parameter)
             else:
                 _mark_as_processed(parameter.summed_grad)
+
+    def _rounded_target(self, parameter: Any) -> torch.Tensor:
+        total: torch.Tensor = parameter.summed_grad
+        if parameter.is_complex() or total.dtype == parameter.dtype:
+            return total
+        return torch.empty_like(total, dtype=parameter.dtype)
 
     def _is_final(self, parameter: nn.Parameter) -> bool:
         """Returns whether `p.summed_grad` with its noise can be rounded, because nothing more is added to it."""
