@@ -22,9 +22,9 @@ from tests.rooms import (
     unit_imports,
 )
 
-MOST_ROOMS, MOST_FLOORS, MOST_FILES = 30, 10, 260
+MOST_ROOMS, MOST_FLOORS, MOST_FILES = 30, 9, 260
 MOST_FLOORS_INSIDE = {"clipping": 9}
-MOST_FLOORS_INSIDE_OTHERS = 10
+MOST_FLOORS_INSIDE_OTHERS = 8
 
 # From the ground up: a room imports from floors below its own only.
 FLOORS = [
