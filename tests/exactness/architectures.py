@@ -161,6 +161,20 @@ class Architecture:
         return [step(self.batch()) for _ in range(2)]
 
 
+class Boxes(Architecture):
+    """An architecture whose tokens have boxes: left, top, right, bottom."""
+
+    def batch(self) -> Batch:
+        corners = torch.randint(0, 15, (SAMPLES, TOKENS, 2))
+        sizes = torch.randint(0, 15, (SAMPLES, TOKENS, 2))
+        return {**super().batch(), "bbox": torch.cat([corners, corners + sizes], 2)}
+
+    def losses(self, model: Any, batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch["ids"], bbox=batch["bbox"], output_hidden_states=True).logits
+        losses = functional.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none").mean(1)
+        return losses * batch["scale"]
+
+
 def _causal(name: str, options: dict[str, Any], config: str = "", **others: Any) -> Architecture:
     return Architecture(f"{name}ForCausalLM", config or f"{name}Config", options, **others)
 
@@ -292,6 +306,13 @@ ENCODERS: dict[str, Architecture] = {
         allowed="exact",
     ),
     "deberta_v1": _masked("Deberta", {**_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "layoutlm": Boxes(
+        "LayoutLMForMaskedLM",
+        "LayoutLMConfig",
+        {**_BERT, "max_2d_position_embeddings": 32},
+        allowed="exact",
+        frozen=("pooler",),
+    ),
     "funnel": _masked(
         "Funnel",
         {

@@ -431,4 +431,20 @@ FAULTS = [
         "A model is made private twice, and a layer's gradient is taken twice.",
         programs("loop_private_twice", "loop_private_after_hooks"),
     ),
+    Fault(
+        "hooks_of_a_proof_stay",
+        "forwards/state.py",
+        "        self._restore_hooks()\n",
+        "",
+        "A model that registers hooks in its first forward has them several times, and returns other outputs.",
+        programs("carried_hooks_of_the_first_forward"),
+    ),
+    Fault(
+        "integers_of_a_sample_are_mixed",
+        "proof/sample_forwards.py",
+        "        along = 0 if leaf.dim() > 2 and leaf.shape[1] > 1 and not leaf.is_floating_point() else -1\n",
+        "        along = -1\n",
+        "A model with boxes gets boxes of negative widths, and is refused.",
+        programs("arguments_intervals"),
+    ),
 ]

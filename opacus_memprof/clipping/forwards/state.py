@@ -105,7 +105,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class ModuleState:
-    """The buffers and attributes of a module and its submodules at one moment.
+    """The buffers, attributes and hooks of a module and its submodules at one moment.
 
     Args:
         module: the module.
@@ -121,6 +121,7 @@ class ModuleState:
             if type(value) in _CONTAINERS
         ]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._hooks = [(h, dict(h)) for m in module.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
 
     def has_changed(self) -> bool:
         """Returns whether anything has changed since then."""
@@ -131,7 +132,8 @@ class ModuleState:
         )
 
     def restore(self) -> None:
-        """Restores buffers and attributes."""
+        """Restores buffers, attributes and hooks."""
+        self._restore_hooks()
         for d, saved in zip(self._dicts, self._attributes, strict=True):
             if _differ(d, saved):
                 for key in [key for key in d if key not in INTERNAL and key not in saved]:
@@ -145,6 +147,18 @@ class ModuleState:
             for buffer, old in self._buffers:
                 if not torch.equal(buffer, old):
                     buffer.copy_(old)
+
+    def _restore_hooks(self) -> None:
+        """Restores the program's hooks; flash_clip's own stay as they are.
+
+        A model may register hooks in its first forward, and note in an attribute that it has.
+        """
+        for hooks, saved in self._hooks:
+            own = {key: hook for key, hook in hooks.items() if is_own(hook)}
+            before = {key: hook for key, hook in saved.items() if key in own or not is_own(hook)} | own
+            if before.keys() != hooks.keys():
+                hooks.clear()
+                hooks.update(before)
 
 
 def _differ(d: dict[str, Any], saved: dict[str, Any]) -> bool:
@@ -160,9 +174,16 @@ def _same_content(value: Any, copy: Any) -> bool:
     return isinstance(value, set) or all(a is b for a, b in zip(value, copy, strict=True))
 
 
+def is_own(hook: Any) -> bool:
+    """Returns whether a hook belongs to this package. The profiler adds and removes its hooks at any time."""
+    function = getattr(hook, "__func__", hook)
+    kind = getattr(function, "__module__", None) or type(hook).__module__
+    return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
+
+
 @contextmanager
 def restoring_state(module: nn.Module) -> Iterator[ModuleState]:
-    """Restores a module's buffers and attributes at the end of the context, to the state that it yields."""
+    """Restores a module's buffers, attributes and hooks at the end of the context, to the state that it yields."""
     state = ModuleState(module)
     try:
         yield state

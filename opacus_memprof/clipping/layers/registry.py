@@ -8,7 +8,6 @@ uses. The twin's shapes and options are the module's.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.layers import LAYERS, GenericLayer, Layer, layer_for
 from opacus_memprof.errors import MemprofError
 
@@ -280,13 +280,6 @@ def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Returns whether the program has registered a hook on a parameter's gradient."""
     hooks = (getattr(hook, "func", hook) for hook in (parameter._backward_hooks or {}).values())
     return not all(map(is_own, hooks))
-
-
-def is_own(hook: Any) -> bool:
-    """Returns whether a hook belongs to this package. The profiler adds and removes its hooks at any time."""
-    function = getattr(hook, "__func__", hook)
-    kind = getattr(function, "__module__", None) or type(hook).__module__
-    return kind.startswith("opacus_memprof") or getattr(hook, "_is_opacus_memprof", False)
 
 
 def _refuse_embedding_options(module: nn.Embedding, name: str) -> None:

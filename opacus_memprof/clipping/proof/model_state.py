@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.layers.registry import is_own
+from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
 
 _is_trained = attrgetter("requires_grad")

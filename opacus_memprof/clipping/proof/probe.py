@@ -286,7 +286,7 @@ class Probe(SampleForwards):
             except _UnsuitableError:
                 raise MemprofError(
                     f"an output of the model of shape {tuple(leaves[0].meta.shape)} mixes the {SIZE} samples of a "
-                    "batch: per-sample gradients do not exist."
+                    "batch: per-sample gradients do not exist. Return what it is computed from, with the batch first."
                 ) from None
         return found
 

@@ -104,12 +104,16 @@ class SampleForwards:
     def select(self, leaf: Any, samples: Sequence[int]) -> Any:
         """Returns some samples of an input.
 
-        A sample beyond the batch is made from one in it: sample n is sample n % B, rolled along its last dimension.
+        A sample beyond the batch is made from one in it: sample n is sample n % B, rolled along its last dimension, or
+        along its first one if it has several rows of integers. These may mean something together, as in a box.
         """
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != self.batch:
             return leaf
         rows = [leaf.detach()[n % self.batch] for n in samples]
-        return torch.stack([x.roll(n // self.batch, -1) if x.dim() else x for x, n in zip(rows, samples, strict=True)])
+        along = 0 if leaf.dim() > 2 and leaf.shape[1] > 1 and not leaf.is_floating_point() else -1
+        return torch.stack(
+            [x.roll(n // self.batch, along) if x.dim() else x for x, n in zip(rows, samples, strict=True)]
+        )
 
     @contextmanager
     def _observing(self, samples: Sequence[int], observe: bool) -> Iterator[list[Observation]]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.exactness.judge import Batch
-from tests.exactness.program import Graph, Program, floats, of_shape, per_sample, several
+from tests.exactness.program import Graph, Program, floats, of_shape, per_sample, scales, several
 
 Call = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -126,6 +126,11 @@ _LENGTHS = several(
 def _switching(model: Any, batch: Batch) -> torch.Tensor:
     """Another task for longer sequences."""
     return per_sample(model(batch["x"], task="a" if batch["x"].shape[1] < 5 else "b"), batch)
+
+
+def _intervals() -> Batch:
+    starts = torch.randint(0, 5, (4, 5, 1))
+    return {"ids": torch.cat([starts, starts + torch.randint(0, 5, (4, 5, 1))], -1), "scale": scales(4)}
 
 
 PROGRAMS = [
@@ -263,5 +268,16 @@ PROGRAMS = [
         _STEPS,
         "exact",
         _called(lambda model, x: model(x.clone().requires_grad_())),
+    ),
+    Program(
+        "arguments_intervals",  # whose ends have an order
+        lambda: Graph(
+            lambda m, ids: m.last(torch.tanh(m.start(ids[..., 0]) + m.length(ids[..., 1] - ids[..., 0]))),
+            start=nn.Embedding(9, 6),
+            length=nn.Embedding(5, 6),
+            last=nn.Linear(6, 3),
+        ),
+        several(_intervals, _intervals),
+        "exact",
     ),
 ]

@@ -91,6 +91,25 @@ def _program(name: str, between: Between, allowed: Allowed, **buffers: tuple[tor
 
 _AVERAGE = {"average": (torch.zeros(6), True)}
 
+
+class _CapturingModel(nn.Module):
+    """As in transformers: the first forward registers hooks that collect what layers return, and notes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.collected: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "is_capturing", False):
+            self.first.register_forward_hook(lambda module, args, output: self.collected.append(output))
+            self.is_capturing = True
+        y: torch.Tensor = self.last(torch.tanh(self.first(x)))
+        collected = [y, *self.collected]
+        self.collected.clear()
+        return torch.cat(collected, -1)
+
+
 PROGRAMS = [
     _program("moving_average", _by_moving_average, "refused", **_AVERAGE),
     _program("moving_average_not_saved", _by_moving_average, "refused", average=(torch.zeros(6), False)),
@@ -110,4 +129,5 @@ PROGRAMS = [
     ),
     _program("loss_in_attribute", _kept_loss, "exact"),
     _program("buffer_not_saved", _not_saved, "exact", largest=(torch.zeros(()), False)),
+    Program("carried_hooks_of_the_first_forward", _CapturingModel, of_shape(5, 4, 6, count=3), "exact"),
 ]
