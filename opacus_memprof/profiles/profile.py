@@ -323,6 +323,18 @@ class UnknownUse(JsonObject):
     count: int
 
 
+class EstimatedWorkspaces(JsonObject):
+    """Convolutions of a virtual GPU whose workspace in cuDNN was estimated, because it was not measured on a GPU.
+
+    Attributes:
+        convolutions: their number, of each direction and size.
+        largest_bytes: the largest of these workspaces.
+    """
+
+    convolutions: int
+    largest_bytes: int
+
+
 class VirtualGpus(JsonObject):
     """The virtual GPUs of a run, and the values that they did not compute.
 
@@ -333,6 +345,7 @@ class VirtualGpus(JsonObject):
         unknown_reads: values that the host read and that were not computed. `assumed_shapes`: shapes set to a bound.
         not_computed: by operation, how often the CPU could not execute it.
         default_answers: by symbol, calls that returned success and did nothing.
+        estimated_workspaces: convolutions whose workspace was estimated.
     """
 
     gpu: str
@@ -343,6 +356,7 @@ class VirtualGpus(JsonObject):
     assumed_shapes: list[UnknownUse] | UnsetType = UNSET
     not_computed: dict[str, int] | UnsetType = UNSET
     default_answers: dict[str, int] | UnsetType = UNSET
+    estimated_workspaces: EstimatedWorkspaces | UnsetType = UNSET
 
 
 Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
@@ -358,7 +372,14 @@ def virtual_mark(virtual: Virtual) -> str | None:
     name = virtual_gpu_of(virtual)
     if name is None:
         return None
-    return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
+    estimated = virtual.estimated_workspaces if virtual is not UNSET else UNSET
+    if estimated is UNSET or not estimated.convolutions:
+        return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
+    return (
+        f"on a {name}: memory is counted as on a real one (estimated workspaces of convolutions: "
+        f"{estimated.convolutions}, at most {format_bytes(estimated.largest_bytes)}), and values of large tensors were "
+        "not computed"
+    )
 
 
 class Profile(JsonObject, kw_only=True):

@@ -8,11 +8,11 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opacus_memprof.profiles.profile import UnknownUse, VirtualGpus
+from opacus_memprof.profiles.profile import EstimatedWorkspaces, UnknownUse, VirtualGpus
 from opacus_memprof.virtual_gpu.collectives import OBJECTS
 from opacus_memprof.virtual_gpu.decisions import decides
 from opacus_memprof.virtual_gpu.devices import Gpu
-from opacus_memprof.virtual_gpu.process import active, default_answers
+from opacus_memprof.virtual_gpu.process import active, default_answers, estimated_workspaces
 
 if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use
@@ -100,6 +100,7 @@ def describe_run() -> VirtualGpus | None:
     if gpus is None:
         return None
     counts = _Counts.now().since(_at_begin)
+    convolutions, largest_bytes = estimated_workspaces()
     return VirtualGpus(
         **gpus,
         unknown_reads=_by_line(
@@ -108,6 +109,7 @@ def describe_run() -> VirtualGpus | None:
         assumed_shapes=_by_line(counts.assumed_shapes),
         not_computed=counts.not_computed,
         default_answers=counts.default_answers,
+        estimated_workspaces=EstimatedWorkspaces(convolutions, largest_bytes),
     )
 
 

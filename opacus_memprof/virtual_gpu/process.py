@@ -148,6 +148,16 @@ def default_answers() -> dict[str, int]:
     return result
 
 
+def estimated_workspaces() -> tuple[int, int]:
+    """Returns the number of convolutions so far whose workspace in cuDNN is estimated, and the bytes of the largest."""
+    if _library is None:
+        return 0, 0
+    largest = ctypes.c_int64()
+    answer = _library.memprof_virtual_gpu_estimated_workspaces
+    answer.restype = ctypes.c_size_t
+    return answer(ctypes.byref(largest)), largest.value
+
+
 def _configure_compilers(libraries: Path) -> None:
     """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))

@@ -81,6 +81,28 @@ def test_workspaces_of_convolutions() -> None:
 
 
 @needs_libraries
+def test_convolutions_that_were_not_measured_are_counted() -> None:
+    found = run("""
+        from opacus_memprof.virtual_gpu.process import estimated_workspaces
+
+        def count(n, c, o, size, kernel):  # after the gradient of the weights
+            x, w, y = (torch.empty(shape, device="cuda") for shape in
+                       ((n, c, size, size), (o, c, kernel, kernel), (n, o, size, size)))
+            rest = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+            torch.ops.aten.convolution_backward(y, x, w, None, *rest, [False, True, False])
+            return estimated_workspaces()
+
+        torch.backends.cudnn.allow_tf32 = True
+        # In the table, twice between batch sizes in it, and not in it.
+        shapes = [(32, 64, 256, 56, 1), (40, 64, 256, 56, 1), (40, 64, 256, 56, 1), (3, 13, 17, 19, 5)]
+        print(json.dumps([count(*shape) for shape in shapes]))
+    """)
+    assert [convolutions for convolutions, _ in found] == [0, 1, 1, 2]
+    assert found[0][1] == 0
+    assert found[1][1] == (2097152 + 3145728) // 2
+
+
+@needs_libraries
 def test_memory_of_recurrent_layers() -> None:
     found = run("""
         def make(kind, **options):

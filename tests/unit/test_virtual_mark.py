@@ -20,8 +20,9 @@ from opacus_memprof.analysis.live import ProfileFollower
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.profiles.profile import Profile, VirtualGpus, virtual_mark
+from opacus_memprof.profiles.profile import EstimatedWorkspaces, Profile, VirtualGpus, virtual_mark
 from opacus_memprof.reports.diff import diff_markdown, print_tax
 from opacus_memprof.reports.export import FORMATS
 from opacus_memprof.reports.oom import exception_note
@@ -66,6 +67,16 @@ def test_a_killed_run_and_its_summary(killed: Path, real: Profile) -> None:
     assert "virtual" not in real
     assert virtual_mark(real.virtual) is None
     assert "virtual" not in printed(print_profile, view_profile(real))
+
+
+def test_estimated_workspaces_are_said_and_measured_ones_are_not(killed: Path) -> None:
+    said = "(estimated workspaces of convolutions: 3, at most 5.00 MiB)"
+    for convolutions in (0, 3):
+        virtual = VirtualGpus(**H200, estimated_workspaces=EstimatedWorkspaces(convolutions, 5 * 2**20))
+        profile = build_profile(killed, status="finished", exit_code=0, virtual=virtual)
+        text = " ".join(printed(print_profile, view_profile(profile)).split())
+        assert (said in text) == (convolutions > 0)
+        assert json.loads(to_json(profile))["virtual"]["estimated_workspaces"]["convolutions"] == convolutions
 
 
 def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:

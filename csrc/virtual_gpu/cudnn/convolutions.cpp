@@ -133,7 +133,7 @@ void Convolutions::forget(cudnnBackendDescriptor_t descriptor) {
 }
 
 std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen,
-                                     bool measured) const {
+                                     bool measured) {
   const std::lock_guard lock(mutex_);
   const auto found = chosen_.find(plan);
   if (found == chosen_.end() || !found->second.first) {
@@ -141,16 +141,24 @@ std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t
   }
   const Convolution& convolution = *found->second.convolution;
   const Multiply multiply = found->second.multiply;
-  if (measured) {
-    for (const Multiply possible : {Multiply::tensor_cores, Multiply::plain}) {
-      if (multiply == possible || multiply == Multiply::either) {
-        if (const auto bytes = measured_workspace(convolution, possible, chosen)) {
-          return *bytes;
-        }
-      }
+  std::optional<Workspace> known;
+  for (const Multiply possible : {Multiply::tensor_cores, Multiply::plain}) {
+    if (measured && !known && (multiply == possible || multiply == Multiply::either)) {
+      known = measured_workspace(convolution, possible, chosen);
     }
   }
-  return estimated_workspace(convolution, multiply, chosen);
+  const Workspace workspace =
+      known.value_or(Workspace{estimated_workspace(convolution, multiply, chosen)});
+  if (!workspace.measured) {
+    estimated_.insert(description(convolution, multiply));
+    largest_estimated_ = std::max(largest_estimated_, workspace.bytes);
+  }
+  return workspace.bytes;
+}
+
+std::pair<std::size_t, std::int64_t> Convolutions::estimated() const {
+  const std::lock_guard lock(mutex_);
+  return {estimated_.size(), largest_estimated_};
 }
 
 Convolutions& convolutions() {

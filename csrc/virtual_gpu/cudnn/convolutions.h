@@ -16,8 +16,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace opacus_memprof::virtual_gpu {
@@ -36,10 +38,18 @@ struct Convolution {
 // no tensor cores may be its choice either way.
 enum class Multiply { plain, tensor_cores, either };
 
+struct Workspace {
+  std::int64_t bytes = 0;
+  bool measured = false;  // and not derived from other batch sizes
+};
+
 // The workspace of the first choice from the table, an upper bound for most batch sizes that are
 // not in it; nullopt if nothing like it was measured. `chosen` is cuDNN's choice without a GPU.
-std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply,
-                                               std::int64_t chosen);
+std::optional<Workspace> measured_workspace(const Convolution& convolution, Multiply multiply,
+                                            std::int64_t chosen);
+
+// Of different convolutions, which are one in each direction, at each size.
+std::string description(const Convolution& convolution, Multiply multiply);
 
 // The rule outside the table, an upper bound for most.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
@@ -57,7 +67,9 @@ class Convolutions {
   void forget(cudnnBackendDescriptor_t descriptor);
   // Of a plan; `chosen` where nothing else is known. The table counts if the GPU is of the kind
   // that was `measured`.
-  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen, bool measured) const;
+  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen, bool measured);
+  // How many convolutions had a workspace that was not measured, and the largest one's bytes.
+  [[nodiscard]] std::pair<std::size_t, std::int64_t> estimated() const;
 
  private:
   struct Tensor {
@@ -77,6 +89,8 @@ class Convolutions {
   std::map<cudnnBackendDescriptor_t, Convolution> geometries_;
   std::map<cudnnBackendDescriptor_t, std::shared_ptr<Convolution>> operations_;
   std::map<cudnnBackendDescriptor_t, Chosen> chosen_;  // graphs, heuristics, configurations, plans
+  std::set<std::string> estimated_;
+  std::int64_t largest_estimated_ = 0;
 };
 
 Convolutions& convolutions();

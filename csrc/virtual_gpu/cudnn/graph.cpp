@@ -123,6 +123,13 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor,
   return status;
 }
 
+// The number of convolutions whose workspace is estimated, and the bytes of the largest.
+std::size_t memprof_virtual_gpu_estimated_workspaces(std::int64_t* largest) {
+  const auto [count, bytes] = virtual_gpu::convolutions().estimated();
+  *largest = bytes;
+  return count;
+}
+
 cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t descriptor) {
   return VIRTUAL_GPU_CUDNN(cudnnBackendFinalize, descriptor);
 }

@@ -163,7 +163,7 @@ struct Measured {
 
 // A batch size between two lies on the line between them, and beyond the largest the workspace
 // grows with it. Between a number and cuDNN's choice it is what the larger one has.
-std::int64_t workspace_in(std::string_view measured, std::int64_t batch, std::int64_t chosen) {
+Workspace workspace_in(std::string_view measured, std::int64_t batch, std::int64_t chosen) {
   Measured below{0, std::nullopt};
   Measured last{0, std::nullopt};
   for (std::size_t position = 0; position < measured.size() && last.batch < batch; ++position) {
@@ -173,17 +173,18 @@ std::int64_t workspace_in(std::string_view measured, std::int64_t batch, std::in
       last.bytes = number_at(measured, position);
     }
   }
+  const bool found = last.batch == batch || measured == "=";
   if (!last.bytes) {
-    return chosen;
+    return {chosen, found};
   }
   if (last.batch < batch) {
-    return divide_up(*last.bytes * batch, last.batch);
+    return {divide_up(*last.bytes * batch, last.batch)};
   }
-  if (!below.bytes) {
-    return *last.bytes;
+  if (found || !below.bytes) {
+    return {*last.bytes, found};
   }
-  return divide_up(*below.bytes * (last.batch - batch) + *last.bytes * (batch - below.batch),
-                   last.batch - below.batch);
+  return {divide_up(*below.bytes * (last.batch - batch) + *last.bytes * (batch - below.batch),
+                    last.batch - below.batch)};
 }
 
 constexpr std::int64_t kSum = 4;  // bytes of a number of fp32, in which gradients are summed
@@ -228,8 +229,14 @@ std::int64_t product_workspace(const Convolution& convolution, Multiply multiply
 
 }  // namespace
 
-std::optional<std::int64_t> measured_workspace(const Convolution& convolution, Multiply multiply,
-                                               std::int64_t chosen) {
+std::string description(const Convolution& convolution, Multiply multiply) {
+  const Key key = key_of(convolution, multiply);
+  return std::to_string(key.batch) + ' ' + key.convolution +
+         static_cast<char>(convolution.direction);
+}
+
+std::optional<Workspace> measured_workspace(const Convolution& convolution, Multiply multiply,
+                                            std::int64_t chosen) {
   if (convolution.input.size() < 2 || convolution.weight.size() < 2) {
     return std::nullopt;
   }
