@@ -120,6 +120,20 @@ def test_module_and_optimizer_have_the_same_reduction(reduction: str) -> None:
         )
 
 
+def test_a_sum_where_a_mean_is_declared() -> None:
+    module = GradSampleModuleFlashClip(nn.Linear(9, 4))
+    optimizer = DPOptimizerFlashClip(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        module=module,
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+    module(torch.randn(4, 9)).sum().backward()
+    with pytest.warns(UserWarning, match="the loss is a sum over the samples, but loss_reduction='mean' was declared"):
+        optimizer.step()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("by_batch", [False, True])
 def test_a_condition_that_is_compiled(by_batch: bool) -> None:

@@ -7,6 +7,22 @@ _MODULE = "flash_clip_module"
 
 FAULTS = [
     Fault(
+        "mean_where_a_sum_is_declared",
+        "module/calls.py",
+        'if other == "mean":',
+        "if False:",
+        "A mean over the batch is taken for a sum.",
+        programs("between_loss_mean", "between_loss_mean_in_the_model"),
+    ),
+    Fault(
+        "means_of_what_is_summed_first",
+        "proof/explanation.py",
+        "and 0 not in dims",
+        "and True",
+        "A mean over a sample's numbers is taken for one over the batch.",
+        programs("between_loss_mean_of_sums"),
+    ),
+    Fault(
         "rows_between_calls",
         "module/calls.py",
         "or any(map(others.mixes, leaves))",

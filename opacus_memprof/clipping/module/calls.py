@@ -3,6 +3,7 @@
 
 import functools
 import threading
+import warnings
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -143,6 +144,16 @@ class ExplainedSteps:
         records, self._records = self._records, {}
         for each in self.bookkeeping.backward_passes():
             own = [records[forward] for forward in each.forwards if forward in records]
+            declared = self.bookkeeping.loss_reduction
+            for other in {kind for record in own for kind in record.reductions} - {declared}:
+                sentence = (
+                    f"the loss is a {other} over the samples, but loss_reduction={declared!r} was declared, so that a "
+                    f"sample's norm would depend on the size of the batch: pass loss_reduction={other!r}, or reduce "
+                    "the loss as declared."
+                )
+                if other == "mean":
+                    raise MemprofError(sentence)
+                warnings.warn(sentence, stacklevel=2)  # "mean" may be a default that nobody has thought of
             if own and len(own) == len(each.forwards) and each.samples is None:
                 try:
                     with self.hooks.off(), without_compiled_autograd(), without_saved_tensors_hooks():

@@ -9,6 +9,8 @@ those of a layer that used other random numbers than the forward.
 from __future__ import annotations
 
 import copy
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ class RecordedForward:
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
+        reductions: of the loss over the samples, as far as they are known.
         proof: the record of its situation, and the number of the forward in it.
     """
 
@@ -58,6 +61,7 @@ class RecordedForward:
     wheres: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    reductions: set[str] = field(default_factory=set)
     proof: tuple[SituationRecord, int] | None = None
 
     @classmethod
@@ -76,6 +80,8 @@ class RecordedForward:
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of one of the output's tensors."""
+        if self.batch > 1 and not self.gradients:
+            self.reductions = reductions_of_loss()
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
@@ -125,6 +131,78 @@ class RecordedForward:
         rows = where.by_sample(gradient, self.batch)[n]
         scale = weights[n].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
         return as_output((rows * scale).to(rows.dtype), where, output)
+
+
+_ELEMENTWISE = re.compile(
+    r"(Pow|Sub|Add|Neg|Abs|Exp|Log|Relu|Clone|ToCopy|View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Transpose|Permute|"
+    r"LogSoftmax|Softplus|Gather|NllLoss|NllLoss2D|MseLoss|SmoothL1Loss|HuberLoss|BinaryCrossEntropyWithLogits|Mul|Div)"
+    r"Backward\d"
+)
+_ALIAS = "_AliasBackward"  # an output of the model
+
+
+def reductions_of_loss() -> set[str]:
+    """Returns how the loss of the running backward is reduced over the samples: "mean", "sum", both, or not known.
+
+    Autograd's graph tells, where the loss, or a term of it, is a mean or a sum of values without factors. A mean that
+    is multiplied may be a sum, and a sum that is multiplied or divided may be a mean.
+    """
+    code = torch.autograd.graph._engine_run_backward.__code__
+    found: set[str] = set()
+    roots = []
+    for frame in sys._current_frames().values():  # on a GPU autograd runs hooks in a thread of its own
+        caller: Any = frame
+        while caller is not None and caller.f_code is not code:
+            caller = caller.f_back
+        roots += [] if caller is None else [(caller.f_locals["t_outputs"], caller.f_locals["args"])]
+    if len(roots) != 1:
+        return set()
+    (losses, arguments) = roots[0]
+    given = arguments[0] if arguments else [None] * len(losses)
+    nodes: list[tuple[Any, set[str]]] = [
+        (loss.grad_fn, {"mean", "sum"})
+        for loss, g in zip(losses, given, strict=False)
+        if loss.numel() == 1 and loss.grad_fn is not None and (g is None or float(g) == 1)
+    ]
+    while nodes:
+        node, kinds = nodes.pop()
+        inner = [each for each, _ in node.next_functions if each is not None]
+        if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0", _ALIAS):
+            nodes += [(each, kinds) for each in inner]
+        elif node.name() == "DivBackward0" and len(inner) == 1:
+            nodes.append((inner[0], kinds - {"sum"}))  # by the number of accumulated batches, or of samples
+        else:
+            kind = _reduction(node)
+            found |= kinds & {kind or ""}
+    return found
+
+
+def _reduction(node: Any) -> str | None:
+    """Returns the kind of a node of autograd's graph that reduces all samples' losses; None if it is not known."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction is not None:
+        try:
+            has_weights = getattr(node, "_saved_weight", None) is not None
+        except RuntimeError:  # released by the backward
+            has_weights = True
+        return {1: "mean", 2: None if has_weights else "sum"}.get(reduction)
+    kind = {"MeanBackward0": "mean", "SumBackward0": "sum"}.get(node.name())
+    waiting, seen = [each for each, _ in node.next_functions], set()
+    while waiting and kind is not None:
+        inside = waiting.pop()
+        if inside is None or inside in seen or inside.name() == _ALIAS:
+            continue
+        seen.add(inside)
+        name, dims = inside.name(), getattr(inside, "_saved_dim", (0,))
+        is_own = name in ("SumBackward1", "MeanBackward1") and 0 not in dims  # over a sample's numbers
+        if not is_own and (
+            not _ELEMENTWISE.fullmatch(name)
+            or getattr(inside, "_saved_reduction", None)
+            or (kind == "sum" and name in ("MulBackward0", "DivBackward0"))
+        ):
+            return None
+        waiting += [each for each, _ in inside.next_functions]
+    return kind
 
 
 def copied(arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
@@ -174,6 +175,36 @@ def _averaged() -> nn.Module:
     return Graph(lambda m, x: torch.tanh(m.a(x)).mean(0), a=nn.Linear(6, 3))
 
 
+def _backward_of(loss: Loss) -> Body:
+    return lambda model, x, optimizer: loss(model, x).backward()  # type: ignore[no-untyped-call]
+
+
+# Losses of programs that declare a sum: what builds the model, the sum, the backward, and the sentence of a refusal.
+_A_MEAN = "the loss is a mean over the samples, but loss_reduction='sum'"
+_LOSSES: dict[str, tuple[Callable[[], nn.Module], Loss, Body, str]] = {
+    "mean": (_wide, _squares, _backward_of(lambda m, x: m(x).square().sum(1).mean()), _A_MEAN),
+    "mean_of_four_batches": (_wide, _squares, _backward_of(lambda m, x: mse_loss(m(x), x.repeat(1, 5)) / 4), _A_MEAN),
+    "sum_and_mean": (_wide, _squares, _backward_of(lambda m, x: (lambda h: h.sum() + h.mean())(m(x))), _A_MEAN),
+    "mean_in_the_model": (
+        lambda: Graph(lambda m, x: mse_loss(m.a(x), x[:, :3]), a=nn.Linear(6, 3)),
+        lambda m, x: m(x),
+        _backward_of(lambda m, x: m(x)),
+        _A_MEAN,
+    ),
+    "mean_times_batch": (_wide, _squares, _backward_of(lambda m, x: m(x).square().sum(1).mean() * len(x)), ""),
+    "mean_of_each_sample": (
+        _wide,
+        lambda m, x: m(x).square().mean(1).sum(),
+        _backward_of(lambda m, x: m(x).square().mean(1).sum()),
+        "",
+    ),
+    "mean_of_sums": (
+        _wide,
+        lambda m, x: m(x).square().sum() / 30,
+        _backward_of(lambda m, x: m(x).square().sum(0).mean()),
+        "",
+    ),
+}
 _WRITTEN = "was written to in place after its backward"
 PROGRAMS = [
     _program("nothing", _wide, _numbers, _ordinary),
@@ -204,6 +235,10 @@ PROGRAMS = [
         _numbers,
         _frozen_within_a_step,
         "was trained in earlier physical batches of this step",
+    ),
+    *(
+        _program(f"loss_{name}", build, _numbers, body, sentence, loss, body)
+        for name, (build, loss, body, sentence) in _LOSSES.items()
     ),
     _program("after_eval", _pair, _numbers, _in_eval_mode, "eval mode"),
 ]
