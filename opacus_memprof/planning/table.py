@@ -3,9 +3,10 @@
 
 A peak is the largest of many instants, each of which grows linearly with the batch, so it is piecewise linear. A line
 through two runs that fit predicts the limit. A run close to the limit makes the line exact; then the predicted value
-and the next one are run. If the line was wrong, the interval between is bisected. Reserved bytes predict the limit
-while the allocator returns no memory to the GPU; requested bytes predict an upper limit in any case. A cell takes at
-most MOST_RUNS; where these do not settle it, the largest value that fitted is the answer.
+and the next one are run. Reserved bytes predict the limit while the allocator returns no memory to the GPU; requested
+bytes predict an upper limit in any case. A run that does not fit predicts the limit, too: what was still reserved, and
+the allocation for which nothing was left, grow with the value. A cell takes at most MOST_RUNS; where these do not
+settle it, the largest value that fitted is the answer.
 
 Between these limits, fragmentation decides whether a value fits, and round values are the worst: torch reserves memory
 in pieces of 2 MiB. If tensors are whole pieces, nothing is left at their ends for slightly larger tensors. Therefore
@@ -24,10 +25,13 @@ from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
 MOST_RUNS = 8  # of a cell
-_FEW_RUNS = 5  # then lines have been wrong too often, and every second run bisects
-_PRECISION = 100  # an answer that needs cached memory back is found to one in so many
+_CLOSE = 100  # an answer that needs cached memory back, to one in so many: then round values below it are run
 _FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
 _PART_OF_FAR = 0.85  # of the way there
+_PART_OF_FLUSHED = 0.85  # of the way to the upper limit: what does not fit, and not by far, foretells the most
+_MUCH = 1.25  # times as much as fits without returning cached memory would fit if all of that could be returned
+_NEAR = 10  # what is not farther than this part of a value that fits is foretold exactly
+_SLOW = 0.85  # of what is between: if runs foretell so little, it is halved
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
 # Messages of argparse, click, transformers, absl, fire and others for an unknown argument.
 _REFUSALS = (
@@ -45,7 +49,7 @@ _REFUSALS = (
 class Point:
     """A run with one value: whether it fitted, its peaks and limit in bytes, and the allocator's retries.
 
-    A retry returns cached memory to the GPU.
+    A retry returns cached memory to the GPU. `wanted`: see VirtualRun.
     """
 
     fits: bool
@@ -53,6 +57,7 @@ class Point:
     reserved: int
     may_reserve: int
     retries: int = 0
+    wanted: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,46 +114,35 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
 
     Returns:
         None when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted,
-        the round values below it have fitted as far as cached memory was returned there, and the next value has not
-        fitted or is beyond `high`; where cached memory was returned, a value of the next percent. Also None after
-        MOST_RUNS.
+        the next value has not fitted or is beyond `high`, and the round values below it have fitted as far as cached
+        memory was returned there. Also None after MOST_RUNS.
     """
     if low not in points:
         return low
     found = Bracket.from_points(points)
     if not found.fitting or len(points) >= MOST_RUNS:
         return None
-    good, top = found.fitting[-1], _end(points, found, high)
-    fits_beyond = any(point.fits and value > top for value, point in points.items())
-    if top - good <= _precision(points, good) or fits_beyond:
-        roomy = max((value for value in found.fitting if not points[value].retries), default=low)
-        rounder = [value for value in _rounder(good) if value > roomy and value not in points]
-        if rounder or top - good <= _precision(points, good):
-            return rounder[0] if rounder else None
-    bisects = len(points) >= _FEW_RUNS and len(points) % 2
-    chosen = (good + top) // 2 if bisects else _guess(points, found, top)
-    return min(max(chosen, good + 1), top - 1)
+    good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
+    left = MOST_RUNS - len(points)
+    rounder = _rounder(points, found, good)
+    guess = min(max(_guess(points, found, top), good + 1), top - 1)
+    if top - good <= max(1, good // _CLOSE if points[good].retries else 1):
+        if rounder and (top - good == 1 or len(rounder) >= left):
+            return rounder[-1]
+        return guess if top - good > 1 and len(_rounder(points, found, guess)) < left else None
+    skips = any(point.fits and value > top for value, point in points.items())
+    return rounder[-1] if skips and rounder else guess
 
 
-def _precision(points: Mapping[int, Point], good: int) -> int:
-    return max(1, good // _PRECISION) if points[good].retries else 1
+def _rounder(points: Mapping[int, Point], found: Bracket, value: int) -> list[int]:
+    """Returns round values that must fit, too, if the value is to be the answer, and were not run.
 
-
-def _end(points: Mapping[int, Point], found: Bracket, high: int) -> int:
-    """Returns a value that does not fit or is beyond the range: run, or too large by the line of requested bytes."""
-    top = high + 1 if found.bad is None else found.bad
-    good = found.fitting[-1]
-    line = requested_line(points)
-    if line is None or not points[good].retries:
-        return top
-    most = line.value_at(points[good].may_reserve)
-    return top if most is None or most < good else min(top, most + 2)
-
-
-def _rounder(value: int) -> list[int]:
-    """Returns the value rounded down to multiples of 16, 32, 64 and so on, in ascending order."""
+    The likeliest to fail is the last one. They are the value rounded down to multiples of 16, 32, 64 and so on, where
+    cached memory has to be given back.
+    """
+    roomy = max((value for value in found.fitting if not points[value].retries), default=0)
     powers = (_ROUND << power for power in range(value.bit_length()))
-    return sorted({value - value % power for power in powers})
+    return sorted({r for power in powers if (r := value - value % power) > roomy and r != value and r not in points})
 
 
 def _guess(points: Mapping[int, Point], found: Bracket, top: int) -> int:
@@ -156,24 +150,34 @@ def _guess(points: Mapping[int, Point], found: Bracket, top: int) -> int:
     good = found.fitting[-1]
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)
+    foretold = top if found.bad is None else _fitting_part(points, anchors, top)
     if found.bad is not None and (anchors is None or top > _FAR * good):  # as much less as it may be more
-        return int(good * (top / good) ** 0.5)
+        return min(int(good * (top / good) ** 0.5), foretold or top)
     if anchors is None:  # as if all memory grew with the value: an upper bound
         return max(good * room // max(1, points[good].reserved), 2 * good, good + 7)
     by_reserved = _line(points, anchors, "reserved").value_at(room)
     by_requested = _line(points, anchors, "requested").value_at(room)
     if by_requested is None:  # nothing grows so far
         return top - 1
-    if points[good].retries:  # then reserved bytes are not linear: they fall when cached memory is returned
-        return (good + top) // 2
-    if by_reserved is None or by_reserved <= good:
-        return good + 1
-    if found.bad is not None and by_reserved >= found.bad:  # the prediction was too high: by a little, or a lot
-        wrong = sum(not point.fits for point in points.values())
-        return top - max(1, (top - good) * int(2 ** min(wrong, 3)) // 16)
+    if found.bad is not None and (points[good].retries or by_reserved is None or not good < by_reserved < top):
+        foretold = min(foretold, by_requested)
+        slow = top - good > good // _NEAR and foretold - good > _SLOW * (top - good)
+        return foretold if foretold > good and not slow else (good + top) // 2
+    is_full = by_reserved is None or by_reserved <= good
+    if is_full and not points[good].retries and by_requested < _MUCH * good:
+        return good + 1  # the end, most likely: little is cached that could be returned
+    if by_reserved is None or by_reserved <= good or points[good].retries:
+        return good + int(_PART_OF_FLUSHED * (min(by_requested + 1, top) - good))
     if by_reserved > _FAR * good:  # reserved bytes are slightly nonlinear: first a run close to the limit
         return good + int(_PART_OF_FAR * (by_reserved - good))
     return by_reserved
+
+
+def _fitting_part(points: Mapping[int, Point], anchors: tuple[int, int] | None, bad: int) -> int:
+    """Returns the value at which the allocation that failed with `bad` would have gone well; 0 if it is unknown."""
+    room, wanted = points[bad].may_reserve, points[bad].wanted
+    base = 0.0 if anchors is None else max(0.0, _line(points, anchors, "requested").base)
+    return 0 if wanted <= room or base >= room else int(bad * (room - base) / (wanted - base))
 
 
 def _anchors(fitting: tuple[int, ...]) -> tuple[int, int] | None:
@@ -224,7 +228,7 @@ class PlannedCell:
     @property
     def points(self) -> dict[int, Point]:
         return {
-            value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0, run.retries)
+            value: Point(run.fits, run.requested or 0, run.reserved or 0, run.may_reserve or 0, run.retries, run.wanted)
             for value, run in self.runs.items()
         }
 

@@ -84,6 +84,12 @@ class VirtualRun:
         file = self.profile / OOM_REPORTS[1]
         return read_object(file) if file.exists() else None
 
+    @property
+    def wanted(self) -> int:
+        """Bytes that were reserved when memory ran out, and those of the allocation that failed; 0 without a report."""
+        report = self.oom_report()
+        return 0 if report is None else (report["room"]["reserved_bytes"] or 0) + report["request"]["bytes"]
+
     def last_words(self) -> str:
         """Returns the last line with words that the program itself printed, without a frame; "" if it printed none."""
         text = (Path(self.directory) / LOG).read_text(encoding="utf-8", errors="replace")

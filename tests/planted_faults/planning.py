@@ -5,6 +5,24 @@ from tests.planted_faults.fault import Fault, integration, unit
 
 FAULTS = [
     Fault(
+        "limit_without_the_failed_allocation",
+        "virtual_run.py",
+        '(report["room"]["reserved_bytes"] or 0) + report["request"]["bytes"]',
+        'report["room"]["reserved_bytes"] or 0',
+        "A run that does not fit foretells no limit.",
+        unit("plan_search::how_a_run_ended"),
+        room="planning",
+    ),
+    Fault(
+        "limit_of_what_does_not_grow",
+        "table.py",
+        "int(bad * (room - base) / (wanted - base))",
+        "int(bad * room / wanted)",
+        "What does not grow with the batch is taken to shrink with it.",
+        unit("plan_search::a_run_that_does_not_fit_foretells_the_limit"),
+        room="planning",
+    ),
+    Fault(
         "fewer_quantiles_of_the_largest_batch",
         "draws.py",
         "_QUANTILES = (0.5, 0.9, 0.99, 0.999999)",

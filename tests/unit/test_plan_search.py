@@ -38,17 +38,22 @@ def _piecewise_linear(rng: random.Random) -> Callable[[int], int]:
 
 
 def _measured(requested: int, waste: float) -> Point:
-    """Memory runs out where requested bytes do; a run may reserve more, until it has to give that back."""
+    """Memory runs out where requested bytes do; a run may reserve more, until it has to give that back.
+
+    It runs out at the first of 16 allocations for which too little is left.
+    """
     reserved = -(-int(requested * waste) // _STEP) * _STEP
     if reserved <= ROOM:
         return Point(True, requested, reserved, ROOM)
-    return Point(requested <= ROOM, requested, min(requested, ROOM), ROOM, retries=1)
+    allocation = -(-requested // 16)
+    wanted = 0 if requested <= ROOM else allocation * (ROOM // allocation + 1)
+    return Point(not wanted, requested, min(requested, ROOM), ROOM, retries=1, wanted=wanted)
 
 
 @pytest.mark.parametrize("kind", [_linear, _piecewise_linear])
 @pytest.mark.parametrize("waste", [1.0, 1.04])
 def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float) -> None:
-    """With eight runs: to the value where nothing was given back, else to 1 %, and less closely where lines bend."""
+    """With eight runs: the very value, and less closely where lines bend."""
     runs, off = [], []
     for seed in range(150):
         rng = random.Random(seed)
@@ -64,10 +69,10 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float) -> None:
         assert (answer is None) == (not tried)
         if answer is not None:
             off.append(1 - answer / max(tried))
-            assert 0 <= off[-1] <= (0 if waste == 1 else 0.01) or len(points) == 8
+            assert off[-1] == 0 or (off[-1] > 0 and len(points) == 8)
     assert max(runs) <= 8
-    assert max(off) <= (0.16 if kind is _piecewise_linear else 0 if waste == 1 else 0.012)
-    assert sum(each <= 0.01 for each in off) >= (0.8 if kind is _piecewise_linear else 0.98) * len(off)
+    assert max(off) <= (0.12 if kind is _piecewise_linear else 0)
+    assert off.count(0) >= (0.88 if kind is _piecewise_linear else 1) * len(off)
 
 
 def _in_pieces(value: int, sample: int, waste: float) -> Point:
@@ -80,7 +85,8 @@ def _in_pieces(value: int, sample: int, waste: float) -> Point:
     fits_there = -(-tensor // _STEP) * _STEP >= tensor + 64 * 2**10
     requested = value * sample + (0 if fits_there else tensor)
     reserved = int((value * sample + tensor) * waste)
-    return Point(requested <= ROOM, requested, min(reserved, ROOM), ROOM, retries=int(reserved > ROOM))
+    wanted = 0 if requested <= ROOM else requested
+    return Point(not wanted, requested, min(reserved, ROOM), ROOM, int(reserved > ROOM), wanted)
 
 
 def test_no_round_value_up_to_the_answer_fails() -> None:
@@ -89,7 +95,7 @@ def test_no_round_value_up_to_the_answer_fails() -> None:
     It answers 2591 instead of 2936 for a convolution, where all multiples of 16 from 2592 to 2928 run out of memory
     and all values between them fit.
     """
-    smaller = 0
+    smaller = unsafe = 0
     for seed in range(40):
         rng = random.Random(seed)
         sample, waste = rng.randrange(20 * 2**20, 200 * 2**20), rng.uniform(1.0, 1.2)
@@ -101,11 +107,12 @@ def test_no_round_value_up_to_the_answer_fails() -> None:
         failing = set(range(16, 4097, 16)) - set(fitting)
         answer = largest(points)
         assert answer is not None
-        assert answer < min(failing, default=4097)
+        assert answer < min(failing, default=4097) or len(points) == 8
+        unsafe += answer > min(failing, default=4097)
         assert answer >= 0.96 * max(value for value in fitting if value < min(failing, default=4097))
         assert len(points) <= 8
         smaller += answer != fitting[-1]
-    assert smaller > 0
+    assert unsafe <= 1 < smaller
 
 
 def test_nothing_is_run_twice_where_nothing_grows() -> None:
@@ -138,13 +145,26 @@ def test_few_runs_are_needed_where_reserved_bytes_bend(flushes: bool) -> None:
         requested = base + slope * value
         reserved = int(requested * (1.04 + 0.09 * min(1, requested / ROOM)))
         if reserved > ROOM and flushes:
-            points[value] = Point(requested * 1.06 <= ROOM, requested, min(int(requested * 1.06), ROOM), ROOM, 1)
+            held = int(requested * 1.06)
+            points[value] = Point(held <= ROOM, requested, min(held, ROOM), ROOM, 1, held if held > ROOM else 0)
         else:
-            points[value] = Point(reserved <= ROOM, requested, min(reserved, ROOM), ROOM)
+            wanted = reserved if reserved > ROOM else 0
+            points[value] = Point(not wanted, requested, min(reserved, ROOM), ROOM, wanted=wanted)
     best = largest(points)
     assert best is not None
     assert not points[best + 1].fits
     assert len(points) <= (9 if flushes else 5)  # the round value below it among them
+
+
+def test_a_run_that_does_not_fit_foretells_the_limit() -> None:
+    """Of 8 GiB and 100 MiB for each sample, of which 20 MiB more are in fragments: 614 samples fit into 80 GiB."""
+    mib, base = 2**20, 8 * 2**30
+    points = {
+        300: Point(True, base + 30_000 * mib, base + 36_000 * mib, ROOM),
+        600: Point(True, base + 60_000 * mib, ROOM, ROOM, 1),
+        700: Point(False, base + 70_000 * mib, ROOM, ROOM, 1, base + 84_000 * mib),
+    }
+    assert next_value(points, 300, 4096) == 614
 
 
 class _ClosedForms:
@@ -320,11 +340,12 @@ def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, sta
         content = {"status": profile, "devices": {"cpu": {}, "cuda:0": {"peak": peak}}}
         (tmp_path / "profile/profile.json").write_text(json.dumps(content))
     if ran_out:
-        request = {"request": {"category": "gradients", "module": "fc", "phase": "backward"}}
-        (tmp_path / "profile/oom_report.json").write_text(json.dumps(request))
+        request = {"category": "gradients", "module": "fc", "phase": "backward", "bytes": 30}
+        report = {"request": request, "room": {"reserved_bytes": 4}}
+        (tmp_path / "profile/oom_report.json").write_text(json.dumps(report))
     run = _read(tmp_path, exit_code, 1.0)
     assert (run.status, run.fits, run.reserved) == (status, status == "finished", 9)
-    assert run.category == ("gradients" if ran_out else "")
+    assert (run.category, run.wanted) == (("gradients", 34) if ran_out else ("", 0))
 
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
