@@ -143,7 +143,7 @@ def saved_figure(
 
 def _name_megabytes(figure: "Figure") -> None:
     """Says in the lower right corner how much a MB is, or after the words that are below the axes."""
-    note = _translated(MEGABYTE_NOTE)
+    note = translated(MEGABYTE_NOTE)
     if below := figure.get_supxlabel():
         figure.supxlabel(f"{below} ({note})")
     else:
@@ -153,17 +153,17 @@ def _name_megabytes(figure: "Figure") -> None:
 def _translate(figure: "Figure") -> None:
     """Puts titles, legends and marks into the current language.
 
-    Categories, and whatever stands at ticks, are the same in all languages.
+    Categories, and whatever stands at ticks, are left as they are.
     """
     from matplotlib.text import Text
 
     categories = {category_label(category) for category in CATEGORY_COLORS}
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() not in categories:
-            text.set_text("\n".join(map(_translated, text.get_text().split("\n"))))
+            text.set_text("\n".join(map(translated, text.get_text().split("\n"))))
 
 
-def _translated(text: str) -> str:
+def translated(text: str) -> str:
     """Returns the text in the current language, if a font has its characters."""
     if current_language() == "en" or len(_font_families()) == 1:
         return text

@@ -20,6 +20,7 @@ from opacus_memprof.reports.figures import (
     saved_figure,
     stacked_areas,
     stacked_bars,
+    translated,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
         for cell, title, parts in (place for place in places if place[2]):  # a peak from counters has no modules
             axes = figure.add_subplot(cell)
             axes.set_title(title)
-            names = [shorten_name(part.name or "(no module)", _LABEL_LENGTH) for part in parts]
+            named = (translated(part.name) if part.is_rest else part.name for part in parts)
+            names = [shorten_name(name or translated("(no module)"), _LABEL_LENGTH) for name in named]
             stacked_bars(axes, names, [part.categories for part in parts])
             bars.append(axes)
         legend(figure, timeline, *bars)
@@ -192,7 +194,7 @@ def _draw_phases(axes: "Axes", timeline: Timeline) -> None:
     phase_strip(axes, timeline.event, timeline.phase, timeline.step, (0, 1))
     axes.set_ylim(0, 1)
     event_axis(axes.xaxis)
-    axes.set_yticks([0.5], ["phase"])
+    axes.set_yticks([0.5], [translated("phase")])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.margins(x=0)
