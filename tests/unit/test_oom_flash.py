@@ -120,3 +120,12 @@ def test_a_call_whose_pair_is_left_is_formed_and_added_to_the_others(
     predicted = flash.FlashClip(seen, in_registers=False)
     assert predicted.kept_calls(BATCH) == 1
     assert predicted.merged_norm_temporaries(BATCH) == at_once * 3 * 4 * 40 * 24
+
+
+def test_a_transposed_convolution_has_a_prediction() -> None:
+    """Its class' name has the number of dimensions at another place."""
+    module = nn.ConvTranspose2d(8, 4, 2, stride=2)
+    shape = layer_shape_of(module, dict(module.named_parameters()))
+    forward = CaptureShape(6, 400, 6 * 8 * 100 * 4, 6 * 4 * 400 * 4, 4, from_leaf=False)
+    clip = flash.FlashClip(Layer("up", shape, forward, 0), in_registers=True)
+    assert clip.norm_temporaries(6) > 0

@@ -257,7 +257,7 @@ class FlashClip:
             size: the number of positions before padding.
         """
         module = self.layer.module
-        dimensions = int(module.kind[4])  # of Conv1d, Conv2d, Conv3d
+        dimensions = int(module.kind[-2])  # of Conv1d, ConvTranspose2d, ...
         outputs, inputs, kernel = (
             round(positions ** (1 / dimensions))
             for positions in (self.layer.forward.tokens // self.layer.forward.calls, size, module.kernel_positions)
