@@ -145,7 +145,7 @@ class Result:
 
     def first_failure(self) -> str:
         """Returns the first test that failed, or ""."""
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", self.printed, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", self.printed, re.MULTILINE)  # names may have spaces
         return failed[1] if failed else ""
 
 

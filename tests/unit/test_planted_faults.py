@@ -8,6 +8,7 @@ import pytest
 
 from tests.exactness.programs import PROGRAMS
 from tests.planted_faults import FAULTS
+from tests.planted_faults.__main__ import Result
 from tests.planted_faults.fault import ROOT, Fault
 
 
@@ -29,3 +30,10 @@ def test_names_are_unique_and_enough() -> None:
     counts = Counter(fault.name for fault in FAULTS)
     assert max(counts.values()) == 1
     assert len(FAULTS) >= 250
+
+
+@pytest.mark.parametrize("name", ["test_it", "test_it[the noise of 0\\\\.weight-ew]"])
+@pytest.mark.parametrize("message", ["", " - AssertionError: 1 - 2"])
+def test_the_first_failure_is_named_whole(name: str, message: str) -> None:
+    printed = f"1 failed\nFAILED tests/test_a.py::{name}{message}\nFAILED tests/test_b.py::test_it\n"
+    assert Result(1, printed).first_failure() == f"tests/test_a.py::{name}"
