@@ -16,7 +16,7 @@ from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip, verify
 from opacus_memprof.clipping.arguments import ClipRule
-from opacus_memprof.clipping.proof.noise import _wrong_size
+from opacus_memprof.clipping.proof.noise import _dependent, _wrong_size
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import Transformer, convnet, image_data, mlp, token_data, vector_data
 
@@ -286,6 +286,13 @@ def test_wrong_noise_of_opacus(
     assert re.search(f"{mode!r} does not give the privacy that is accounted for: {sentence}", str(found))
 
 
+def test_noise_of_another_parameter_of_the_same_size_is_found() -> None:
+    """Also with one of another size between the two."""
+    torch.manual_seed(0)
+    same, between = ([torch.randn(size) for _ in range(2)] for size in (1000, 900))
+    assert _dependent({"a": same, "b": between, "c": same}) == "the noise of c is not independent of that of a"
+
+
 def test_parameters_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each parameter had a generator of the same seed."""
     torch.manual_seed(0)
@@ -318,7 +325,7 @@ def test_wrong_noise_of_flash_clip(factor: float, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("sigmas", "shift", "wrong"),
-    [(5.5, 0, None), (7.5, 0, "standard deviation"), (0, 0.05, None), (0, 0.08, "mean"), (0, -0.08, "mean")],
+    [(5.5, 0, None), (6.6, 0, "standard deviation"), (0, 0.05, None), (0, 0.08, "mean"), (0, -0.08, "mean")],
 )
 def test_noise_is_wrong_beyond_six_standard_deviations(sigmas: float, shift: float, wrong: str | None) -> None:
     """Of 10 000 draws, whose mean square is off by so many of its own, or their mean by five or eight."""
