@@ -54,12 +54,13 @@ def gpu_name(kind: str, memory: int | None) -> str:
 
 
 def show_run(board: ProgressBoard, configuration: PlannedConfiguration, run: VirtualRun) -> None:
-    """Shows on a board that a run has ended."""
+    """Shows on a board that a run has ended, and with how much memory, which differs where what is needed is found."""
     board.advance()
     peak = ""
     if run.fits and run.requested is not None:
         peak = tr(", peak {size}", size=format_bytes(run.requested))
-    words = " ".join([configuration.gpu, *configuration.program.arguments])
+    gpu = f"{configuration.gpu} ({format_bytes(memory_of(configuration))})"
+    words = " ".join([gpu, *configuration.program.arguments])
     changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
     status = tr("fits") if run.fits else tr(run.status.replace("_", " "))
     line = Text(words + (tr(" with {candidate}", candidate=changes) if changes else "") + "  ")

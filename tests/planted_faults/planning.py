@@ -5,6 +5,15 @@ from tests.planted_faults.fault import Fault, integration, unit
 
 FAULTS = [
     Fault(
+        "progress_without_memory",
+        "report.py",
+        'gpu = f"{configuration.gpu} ({format_bytes(memory_of(configuration))})"',
+        "gpu = configuration.gpu",
+        "A program fits on a GPU and does not fit there, without a reason.",
+        unit("plan_search::a_line_of_progress_says_how_much_memory_the_gpu_has"),
+        room="planning",
+    ),
+    Fault(
         "limit_without_the_failed_allocation",
         "virtual_run.py",
         '(report["room"]["reserved_bytes"] or 0) + report["request"]["bytes"]',

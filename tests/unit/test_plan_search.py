@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the largest value that fits, against trying every value on made-up peaks."""
 
+import io
 import json
 import random
 import shutil
@@ -12,9 +13,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
+from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
 from opacus_memprof.planning.draws import LargestBatch, assess_draws
+from opacus_memprof.planning.report import show_run
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_value
 from opacus_memprof.planning.verdict import LARGEST_MEMORY, Verdict, judge, least_memory
@@ -346,6 +350,22 @@ def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, sta
     run = _read(tmp_path, exit_code, 1.0)
     assert (run.status, run.fits, run.reserved) == (status, status == "finished", 9)
     assert (run.category, run.wanted) == (("gradients", 34) if ran_out else ("", 0))
+
+
+def test_a_line_of_progress_says_how_much_memory_the_gpu_has() -> None:
+    """Else the same program is said to fit on a GPU and not to fit there."""
+    out = io.StringIO()
+    board = ProgressBoard(Console(file=out, width=80), "runs", open_ended=True)
+    program = PlannedProgram("train.py", ("--batch-size", "32"))
+    for memory, fits in ((None, True), (7 * 2**30, False)):
+        run: Any = SimpleNamespace(
+            fits=fits, status="finished" if fits else "out_of_memory", requested=6 * 2**30, seconds=2.0
+        )
+        show_run(board, PlannedConfiguration(program, "t4", memory), run)
+    assert out.getvalue().splitlines() == [
+        "t4 (14.76 GiB) --batch-size 32  fits, peak 6.00 GiB  2 s",
+        "t4 (7.00 GiB) --batch-size 32  out of memory  2 s",
+    ]
 
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
