@@ -2,9 +2,12 @@
 """A program's call of the model, the data that its backward needs, and the check of steps against outputs."""
 
 import functools
+import math
+import sys
 import threading
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +43,8 @@ from opacus_memprof.errors import MemprofError
 _OTHER_BYTES = 64 << 20
 """Limit on the copies of a call's tensors, for other samples."""
 _MOST_NUMBERS = 64
+_NEAR = 1e-4
+"""Relative distance of a number from one that was read, with a small constant added."""
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
 """Tensors of the model's output, each with the position of its samples; None for tensors that all samples share."""
@@ -217,6 +222,11 @@ class _OtherSamples(TorchDispatchMode):
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    def end(self) -> None:
+        """Ends the mode's work and frees its tensors."""
+        self.is_on = False
+        self._others.clear()
+
     @torch.no_grad()
     def mixes(self, x: Any) -> bool:
         """Returns whether an argument of the next call has rows of other samples, or of several."""
@@ -277,12 +287,25 @@ class _OtherSamples(TorchDispatchMode):
             return None
 
     def _is_read(self, name: str, x: Any) -> bool:
-        """Returns whether an argument comes from numbers that were read, and not from the program's text."""
+        """Returns whether an argument is a number that was read, or a simple function of one.
+
+        Other numbers that a program computes from it look like numbers of the program's text.
+        """
         if name == "lift_fresh" and isinstance(x, torch.Tensor) and 0 < x.numel() <= _MOST_NUMBERS:
             return any(self._is_read("full", each) for each in x.flatten().tolist())
-        if isinstance(x, float):
-            return abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x)
-        return isinstance(x, int) and x in self._numbers and abs(x) > 1 and name in self._ARITHMETIC
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in self._ARITHMETIC:
+            return False
+        if isinstance(x, float) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x):  # too long to be there by chance
+            return any(abs(x - each) <= _NEAR * abs(each) for each in self._derived())
+        return abs(x) > 1 and x in self._numbers and not _is_in_text(x)
+
+    def _derived(self) -> Iterator[float]:
+        """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
+        read = [float(each) for each in self._numbers if math.isfinite(each) and each]
+        for each in (*read, sum(read), sum(read) / max(1, len(read))):
+            if each:
+                yield from (each, -each, 1 / each, -1 / each, each * each, 1 / (each * each))
+                yield from (each * self.batch, each / self.batch, math.sqrt(abs(each)), 1 / math.sqrt(abs(each)))
 
     def _storages(self, x: torch.Tensor) -> None:
         if not self.depends(x):
@@ -292,6 +315,16 @@ class _OtherSamples(TorchDispatchMode):
         self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
         storage = x.untyped_storage()
         self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
+
+
+def _is_in_text(x: float) -> bool:
+    """Returns whether a function that is running has this constant."""
+    frame = sys._getframe()
+    while frame is not None:
+        if any(type(each) is type(x) and each == x for each in frame.f_code.co_consts):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _misses(others: list[Any], leaves: list[Any]) -> bool:
@@ -338,7 +371,7 @@ class Parts:
     def end(self, gradient: torch.Tensor) -> None:
         """Ends it, because a backward has reached an output. The mode cannot be left there."""
         if self._others is not None and not is_backward_of_inputs():
-            self._others.is_on = False
+            self._others.end()
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""
