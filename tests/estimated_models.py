@@ -134,6 +134,59 @@ class Scaled(nn.Module):
         return x + self.scale * self.second(torch.relu(self.first(x)))
 
 
+class UNet(nn.Module):
+    """Convolutions with a skip connection, whose ends are concatenated."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, channels, 3, padding=1), Residual(channels)
+        self.wide = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
+        self.middle = Residual(2 * channels)
+        self.narrow, self.up = nn.Conv2d(3 * channels, channels, 3, padding=1), Residual(channels)
+        self.out = nn.Conv2d(channels, 10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = self.down(self.first(x))
+        deep = nn.functional.interpolate(self.middle(self.wide(skipped)), scale_factor=2)
+        return self.out(self.up(self.narrow(torch.cat([skipped, deep], 1)))).permute(0, 2, 3, 1)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 8, bias=False), nn.Linear(8, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
+
+
+def adapted_attention(sizes: dict[str, int]) -> nn.Module:
+    """A language model that is frozen, its head too, with adapters in attention."""
+    model = Transformer(sizes).requires_grad_(False)
+    for block in model.blocks:
+        block.attention.qkv = Adapter(block.attention.qkv)
+    return model
+
+
+class Messages(nn.Module):
+    """A graph network in plain operations between its layers: all are in one forward."""
+
+    def __init__(self, width: int, nodes: int, edges: int) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, width), nn.Linear(width, 10)
+        self.messages = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.updates = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(3))
+        self.register_buffer("source", torch.arange(edges) % nodes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        for message, update in zip(self.messages, self.updates, strict=True):
+            sums = torch.zeros_like(x).index_add(1, self.source, message(x)[:, self.source])
+            x = torch.relu(update(torch.cat([x, sums], -1)))
+        return self.head(x.mean(1))
+
+
 def vectors(width: int, classes: int) -> Batch:
     return lambda n: (torch.zeros(n, width), torch.zeros(n, dtype=torch.long))
 
@@ -211,6 +264,11 @@ MODELS: dict[str, EstimatedModel] = {
         16,
         dtype=BF16,
     ),
+    "LoRA in attention, frozen head": EstimatedModel(lambda: adapted_attention(text()), tokens(256), 32, ADAM),
+    "U-Net": EstimatedModel(
+        lambda: UNet(32), lambda n: (torch.zeros(n, 3, 64, 64), torch.zeros(n, 64, 64, dtype=torch.long)), 32, ADAM
+    ),
+    "messages of a graph": EstimatedModel(lambda: Messages(128, 256, 1024), images(256, 64), 64, ADAM),
     "convolutions": EstimatedModel(
         lambda: pooled(64, nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
         images(3, 96, 96),

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.hooks.shapes import capture_shape
-from opacus_memprof.profiles.layer_shapes import CaptureShape, WholeForward
+from opacus_memprof.profiles.layer_shapes import CaptureShape, KeptBlock, WholeForward
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, remove_scoped_forwards
 from opacus_memprof.recording.faults import contain
@@ -148,9 +148,8 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
             args, kwargs = tree_unflatten(leaves, call.structure)
             with torch.autograd.graph.saved_tensors_hooks(recorder.keep, _unpack):
                 output = model(*args, **(kwargs or {}))
-            for tensor in tree_leaves(output):
-                recorder.keep(tensor)
-        return recorder.result()
+        samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        return recorder.result(output, samples)
 
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
@@ -171,8 +170,37 @@ def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple
     return model, copies
 
 
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+@dataclass
+class _Storage:
+    """A storage that the pass has allocated, and its tensors that are alive. It is held, so that its address is unique.
+
+    Attributes:
+        calls_before: the number of calls of layers that had begun.
+    """
+
+    storage: Any
+    module: str
+    calls_before: int
+    is_softmax: bool
+    tensors: int = 0
+    is_saved: bool = False
+    saves: int = 0
+    captor: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return int(self.storage.nbytes())
+
+    @property
+    def is_kept(self) -> bool:
+        return self.is_saved or self.captor is not None
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which module allocates each storage, and which storages are kept.
+    """Records which module allocates each storage, which storages are kept, and the most bytes that are live at once.
 
     Args:
         excluded: tensors that exist before the pass.
@@ -183,46 +211,96 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._layers, self._captures = layers, captures
         self._path = [""]  # of the modules whose forward is running
-        self._makers: dict[int, tuple[Any, str]] = {}  # by the storage's address, with the storage, to keep it unique
-        self._kept: set[int] = set()
+        self._called: list[str] = []  # the layers
+        self._storages: dict[int, _Storage] = {}  # by address
+        self._outputs: dict[int, str] = {}  # of layers, by address
+        self._streams: set[int] = set()  # inputs of modules, and sums with them, by address
+        self._sums: dict[str, int] = {}  # bytes by the module that adds
+        self._added: set[str] = set()
+        self._live = self._peak = 0
         self._forwards: dict[str, CaptureShape] = {}
         self._excluded = {id_of(tensor): tensor for tensor in excluded}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _SUMS and isinstance(args[1], Tensor):
+            self._add_up(result, *args[:2])
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := id_of(tensor)) not in self._excluded:
-                self._makers.setdefault(key, (tensor.untyped_storage(), self._path[-1]))
+                if key not in self._storages:
+                    is_softmax = "softmax" in func.__name__
+                    storage = tensor.untyped_storage()
+                    self._storages[key] = _Storage(storage, self._path[-1], len(self._called), is_softmax)
+                found = self._storages[key]
+                self._change(found, tensors=found.tensors + 1)
+                weakref.finalize(tensor, self._free, found)
         return result
+
+    def _add_up(self, result: Tensor, *parts: Tensor) -> None:
+        """Records a sum with a residual stream: the input of a module, or another such sum."""
+        first, second = map(id_of, parts)
+        for one, other in ((first, second), (second, first)):
+            if one in self._streams:
+                self._streams.add(id_of(result))
+                self._sums[self._path[-1]] = result.untyped_storage().nbytes()
+                if other in self._outputs:
+                    self._added.add(self._outputs[other])
+
+    def _free(self, found: _Storage) -> None:
+        self._change(found, tensors=found.tensors - 1)
+
+    def _change(self, found: _Storage, **changes: object) -> None:
+        """Changes attributes of a storage, and adds up what is live."""
+        before = bool(found.tensors) or found.is_kept
+        vars(found).update(changes)
+        self._live += found.bytes * ((bool(found.tensors) or found.is_kept) - before)
+        self._peak = max(self._peak, self._live)
 
     def keep(self, tensor: Any) -> None:
         """Records a tensor that autograd saves. A pack hook of autograd.
 
         Returns None instead of the tensor, because a node that holds its own output would never be freed.
         """
-        if isinstance(tensor, Tensor):
-            self._kept.add(id_of(tensor))
+        if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
+            self._change(found, is_saved=True, saves=found.saves + 1)
 
     def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._path.append(name)
+        self._streams.update(id_of(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
+        if name in self._layers:
+            self._called.append(name)
 
     def leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self._path.pop()
         if name in self._layers and self._captures and module.training and torch.is_grad_enabled():
             for tensor in tree_leaves(inputs):
-                self.keep(tensor)
+                if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
+                    self._change(found, captor=name)
         if name in self._layers and (shape := capture_shape(module, inputs, output)) is not None:
             seen = self._forwards.get(name)
             self._forwards[name] = shape if seen is None else seen.with_call(shape)
+            self._outputs[id_of(output)] = name
 
-    def result(self) -> WholeForward:
-        kept: dict[str, int] = {}
-        largest: dict[str, int] = {}
-        for key in self._kept & self._makers.keys():
-            storage, name = self._makers[key]
-            kept[name] = kept.get(name, 0) + storage.nbytes()
-            largest[name] = max(largest.get(name, 0), storage.nbytes())
-        return WholeForward(self._forwards, kept, largest)
+    def result(self, output: Any, samples: int) -> WholeForward:
+        outputs = {id_of(tensor) for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
+        around = {""} | {name[:end] for name in self._layers for end in range(len(name)) if name[end] == "."}
+        innermost = self._forwards.keys() - (around if self._layers - {""} else set())
+        blocks = tuple(
+            KeptBlock(
+                found.bytes,
+                found.module,
+                found.module
+                if found.module in innermost
+                else next((name for name in self._called[found.calls_before :] if name in self._forwards), None),
+                key in outputs,
+                found.saves > 1,
+                None if found.is_saved else found.captor,
+                found.is_softmax,
+            )
+            for key, found in self._storages.items()
+            if found.is_kept or key in outputs
+        )
+        return WholeForward(self._forwards, blocks, self._peak, samples, self._sums, frozenset(self._added))
 
 
 def _unpack(kept: Any) -> Tensor:

@@ -210,6 +210,7 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
         from_leaf=not any(tensor.requires_grad for tensor in tensors),
         layout_copied=isinstance(module, _ConvNd) and needs_layout_copy(module, output),
         is_bfloat16=output.dtype == torch.bfloat16,
+        input_element_bytes=tensors[0].element_size(),
     )
 
 

@@ -62,6 +62,7 @@ class CaptureShape:
         layout_copied: whether a convolution's library uses another memory layout than its tensors have.
         is_bfloat16: whether the output is of this type.
         calls: calls of the module in one forward pass, over which tokens and bytes are added up.
+        input_element_bytes: bytes of an element of the input, which autocast casts to the output's type.
     """
 
     samples: int
@@ -73,6 +74,7 @@ class CaptureShape:
     layout_copied: bool = False
     is_bfloat16: bool = False
     calls: int = 1
+    input_element_bytes: int = 0
 
     def with_call(self, other: "CaptureShape") -> "CaptureShape":
         """Returns the shape with that of another call added."""
@@ -97,18 +99,62 @@ class CaptureShape:
 
 
 @dataclass(frozen=True)
+class KeptBlock:
+    """A block that a forward pass allocates and keeps until backward.
+
+    Attributes:
+        bytes: its size.
+        module: the module that allocates it.
+        layer: the trained module whose backward pass follows the block's release: `module`, or the next one that the
+            forward pass calls. None after the last one.
+        is_output: whether it is the model's output.
+        is_shared: whether several operations have saved it, as a ReLU and the layer after it.
+        captor: the layer whose capture by Opacus alone keeps it, as the float32 input of a layer that autocast casts;
+            None if something else keeps it.
+        is_softmax: whether a softmax has allocated it.
+    """
+
+    bytes: int
+    module: str
+    layer: str | None
+    is_output: bool
+    is_shared: bool
+    captor: str | None
+    is_softmax: bool
+
+
+@dataclass(frozen=True)
 class WholeForward:
-    """The memory that a whole forward pass keeps, as found without running it on the device.
+    """The memory of a whole forward pass, as found without running it on the device.
 
     Attributes:
         forwards: see TrainingShapes.
-        kept: bytes of activations that live until backward, by the module that allocates them.
-        largest: the largest activation of each module.
+        blocks: what it keeps.
+        peak: bytes of the activations and temporaries that are live at once.
+        samples: the first dimension of the model's first input.
+        streams: by module, the bytes of a residual stream that it adds to.
+        added: the layers whose output is added to a residual stream, so that its gradient is that of the stream.
     """
 
     forwards: dict[str, CaptureShape]
-    kept: dict[str, int]
-    largest: dict[str, int]
+    blocks: tuple[KeptBlock, ...]
+    peak: int
+    samples: int
+    streams: dict[str, int]
+    added: frozenset[str]
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Bytes that live until backward, by the module that allocates them."""
+        sizes: dict[str, int] = {}
+        for block in self.blocks:
+            sizes[block.module] = sizes.get(block.module, 0) + block.bytes
+        return sizes
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The bytes of the largest block of each module."""
+        return {name: max(block.bytes for block in self.blocks if block.module == name) for name in self.kept}
 
 
 @dataclass(frozen=True)

@@ -169,3 +169,42 @@ def test_the_program_can_use_fake_tensors_later() -> None:
     """Torch 2.11 without a GPU crashes where the thread has ended that was the first to use them."""
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "(5,)\n"), done.stderr
+
+
+class FrozenHead(nn.Module):
+    """A trained layer between plain operations and a frozen head, whose own operations no layer's name leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.first(x))
+        y = y + self.second(y)
+        return self.head(torch.sigmoid(y))
+
+
+def test_a_block_belongs_to_the_layer_that_is_called_next() -> None:
+    model = FrozenHead()
+    forward = FakeForward(list(model.named_modules()))
+    forward.record_inputs(((torch.zeros(4, 8),), {}))
+    found = forward.run(("first", "second"), captures=False)
+    assert found is not None
+    sizes = {(block.module, block.layer): block.bytes for block in found.blocks}
+    assert sizes == {("", "second"): 4 * 16 * 4, ("", None): 4 * 16 * 4, ("head", None): 4 * 32 * 4}
+    assert [block.bytes for block in found.blocks if block.is_output] == [4 * 32 * 4]
+    assert found.added == {"second"}
+    assert found.samples == 4
+    # In the head both results of sigmoids are saved, and a variable refers to the sum.
+    assert found.peak == 3 * 4 * 16 * 4 + 4 * 32 * 4
+
+
+def test_a_capture_that_autocast_casts_is_kept_by_opacus_alone() -> None:
+    model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 4))
+    forward = FakeForward(list(model.named_modules()))
+    with torch.autocast("cpu", torch.bfloat16):
+        forward.record_inputs(((torch.zeros(4, dtype=torch.long),), {}))
+    found = forward.run(("0", "1"), captures=True)
+    assert found is not None
+    assert [(block.module, block.bytes) for block in found.blocks if block.captor == "1"] == [("0", 4 * 16 * 4)]

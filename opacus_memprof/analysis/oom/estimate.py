@@ -5,12 +5,12 @@ If the run ended before its first forward did, the remaining layers are estimate
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from opacus_memprof.analysis.findings import model_of
 from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, Failure, History, Leftovers, sum_by
-from opacus_memprof.analysis.oom.layers import Layer
+from opacus_memprof.analysis.oom.layers import NORMS, Layer
 from opacus_memprof.analysis.oom.model_structure import (
     distribute_missing,
     releasing_layers,
@@ -20,7 +20,7 @@ from opacus_memprof.analysis.oom.model_structure import (
 )
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.profiles.categories import PER_SAMPLE, RESIDENT
-from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes, WholeForward
 
 # cuBLAS' workspace for one thread, on Hopper and later; GPUs before have a quarter of it.
 _TOLERANCE = 0.05  # of a forward: what is live in it beside what it keeps
@@ -44,31 +44,53 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         largest_blocks |= {module: largest_blocks.get(module, 0) * samples // stray for module in left_behind}
     seen = {name: _with_samples(forward, samples) for name, forward in shapes.forwards.items()}
     in_first_forward = failure.phase == "forward" and not history.step_peaks
-    whole = shapes.whole_forward() if in_first_forward else None
+    trains = in_first_forward or (shapes.evaluation is None and failure.requested)  # not the peak of a run that ended
+    whole = shapes.whole_forward() if trains else None
+    if whole is not None and not in_first_forward and any(forward.calls > 1 for forward in whole.forwards.values()):
+        whole = None  # a recurrent cell: its calls release their activations in turn
+    calls = passes = _forward_passes(shapes, leftovers)
     if whole is not None:
         kept = sum(whole.kept.values())
-        # More than one forward keeps: the program calls the model several times before a backward, as for two views.
-        inside = sum(live.get(module, 0) for module in whole.kept if module)  # the loss is outside
-        calls = max(math.ceil(inside / kept - _TOLERANCE), 1) if kept else 1
-        seen, live, largest_blocks = whole.forwards, whole.kept, whole.largest
-        live = {module: calls * size for module, size in live.items()}
+        if in_first_forward:
+            # More than one forward keeps: the program calls the model several times before a backward.
+            inside = sum(live.get(module, 0) for module in whole.kept if module)  # the loss is outside
+            calls = max(math.ceil(inside / kept - _TOLERANCE), 1) if kept else 1
+        seen = {
+            name: _with_samples(forward, samples) if forward.samples == whole.samples else forward
+            for name, forward in whole.forwards.items()
+        }
+        largest_blocks = whole.largest | whole.streams
     reached = failure.module if in_first_forward and whole is None else None
-    layers = _layers(shapes, seen, live, largest_blocks, samples, reached=reached)
+    saved = (
+        _saved_by_name(live, largest_blocks, _order(shapes, seen, reached), seen)
+        if whole is None
+        else _saved_in_order(whole, calls * samples / max(whole.samples, 1), shapes)
+    )
+    layers = _layers(shapes, seen, saved, largest_blocks, samples, reached=reached)
     if not layers:
         return None
     last = layers[-1]
     produced = last.forward.output_bytes
+    if whole is not None:
+        ratio = samples / max(whole.samples, 1)
+        produced = int(ratio * sum(each.bytes for each in whole.blocks if each.is_output))
+        layers = [replace(each, is_added=each.name in whole.added) for each in layers]
     output = min(live.get(last.name, 0), produced)
-    loss = live.get("", 0) if "" not in {layer.name for layer in layers} else 0
+    loss = live.get("", 0) if "" not in {layer.name for layer in layers} and whole is None else 0
     present = sum(left_behind.values()) + loss + sum(layer.activations for layer in layers)
     missing = history.most_activations - present
     if in_first_forward:
-        output, loss = produced, max(loss, produced * 4 // last.forward.element_bytes)  # losses compute in float32
+        is_cast = any(layer.is_autocast for layer in layers)
+        in_float32 = produced * 4 // last.forward.element_bytes + is_cast * produced
+        output, loss = produced, max(loss, in_float32)  # losses compute in float32
+    elif whole is not None:
+        loss = max(missing - saved.tail - calls * produced, 0)
     elif missing > 0:  # backward releases the loss's activations first
         released = min(missing, produced) if failure.phase == "backward" else 0
         loss += released
         layers = distribute_missing(layers, missing - released, failure.module if failure.phase == "backward" else "")
-    layers[-1] = replace(layers[-1], activations=max(layers[-1].activations - output, 0))
+    if whole is None:
+        layers[-1] = replace(layers[-1], activations=max(layers[-1].activations - output, 0))
     by_category = failure.sum_by(lambda group: group.category)
     trained = shapes.trained_bytes
     largest = max(module.bytes for module in shapes.modules.values())
@@ -100,12 +122,15 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         inputs=by_category.get("inputs", 0),
         keeps_gradients=keeps_gradients(shapes),
         output=output,
+        logits=produced,
+        tail=saved.tail,
+        forward_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.peak)),
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
         is_guessed=in_first_forward and whole is None and not _has_seen_whole_unit(shapes, seen),
         workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
         forms_squares=not shapes.program.has_norm_samplers,
         copies_samples=not shapes.program.adopts_samples,
-        passes=_forward_passes(shapes, leftovers),
+        passes=passes,
     )
 
 
@@ -149,10 +174,83 @@ def _with_samples(forward: CaptureShape, samples: int) -> CaptureShape:
     )
 
 
+@dataclass
+class _Saved:
+    """Bytes of activations by the layer whose backward releases them.
+
+    Attributes:
+        own: those that the layer itself has allocated.
+        before: those that have been allocated before its forward began.
+        largest: the largest block of both.
+        largest_squares: the largest block of `before` that can be attention weights.
+        captured: those of both that only Opacus' captures keep, while autograd keeps what autocast has cast them to.
+        shared: those of `before` that several operations have saved.
+        tail: bytes that have been allocated after the last layer.
+    """
+
+    own: dict[str, int] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    largest_squares: dict[str, int] = field(default_factory=dict)
+    captured: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    tail: int = 0
+
+
+def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -> _Saved:
+    """Returns `times` what a forward pass keeps, without its output."""
+    saved = _Saved()
+    for block in whole.blocks:
+        layer, size = block.layer, 0 if block.is_output else int(times * block.bytes)
+        if layer is None:
+            saved.tail += size
+            continue
+        sizes = saved.own if layer == block.module else saved.before
+        sizes[layer] = sizes.get(layer, 0) + size
+        saved.largest[layer] = max(saved.largest.get(layer, 0), block.bytes)
+        if block.is_softmax:
+            saved.largest_squares[layer] = max(saved.largest_squares.get(layer, 0), block.bytes)
+        if block.is_shared and layer != block.module:
+            saved.shared[layer] = saved.shared.get(layer, 0) + size
+        if block.captor is not None and shapes.modules[block.captor].kind not in NORMS:
+            saved.captured[layer] = saved.captured.get(layer, 0) + size
+    return saved
+
+
+def _saved_by_name(
+    live: Mapping[str, int], largest_blocks: Mapping[str, int], order: Sequence[str], seen: Mapping[str, CaptureShape]
+) -> _Saved:
+    """Returns what modules keep, by the layers whose names are the nearest.
+
+    Args:
+        live: bytes of activations by module.
+        largest_blocks: the largest activation by module.
+        order: the layers, in forward order.
+        seen: the forwards that hooks have recorded.
+    """
+    releasing = releasing_layers(live, order)
+    containers = {name[:end] for name in order for end in range(len(name)) if name[end] == "."}
+    saved = _Saved(own={name: live[name] for name, layer in releasing.items() if name == layer})
+    for name, layer in releasing.items():
+        block = largest_blocks.get(name, 0)
+        saved.largest[layer] = max(saved.largest.get(layer, 0), block)
+        if name != layer:
+            saved.before[layer] = saved.before.get(layer, 0) + live[name]
+            if name in containers and layer in seen and _is_square(block, seen[layer]):
+                saved.largest_squares[layer] = max(saved.largest_squares.get(layer, 0), block)
+    return saved
+
+
+def _order(shapes: TrainingShapes, seen: Mapping[str, CaptureShape], reached: str | None) -> list[str]:
+    """Returns the layers in forward order: those that were seen, then the others if the forward did not end."""
+    others = [name for name in shapes.modules if name not in seen] if reached is not None else []
+    return [name for name in [*seen, *others] if name in shapes.modules]
+
+
 def _layers(
     shapes: TrainingShapes,
     seen: Mapping[str, CaptureShape],
-    live: Mapping[str, int],
+    saved: _Saved,
     largest_blocks: Mapping[str, int],
     samples: int,
     *,
@@ -163,38 +261,20 @@ def _layers(
     Args:
         shapes: of the model.
         seen: the forwards that hooks have recorded, for `samples` samples.
-        live: bytes of activations by module.
+        saved: the activations by layer.
         largest_blocks: the largest activation by module.
         samples: of the batch.
         reached: the module in which the first forward ended. Layers behind it are taken to be like layers that have the
             same place in another repeated unit; if there are none, they are estimated from their shapes. None: the
             forward was complete.
     """
-    order = list(seen)
     units = repeated_units(shapes.modules)
     begun = [prefix for prefix in units if any(unit_prefix(name) == prefix for name in seen)]
     unfinished = unit_prefix(reached or "")
     unfinished = unfinished if unfinished in units else (begun or [""])[-1]
-    if reached is not None:
-        order += [name for name in shapes.modules if name not in seen]
-    releasing = releasing_layers(live, [name for name in order if name in shapes.modules])
-    containers = {name[:end] for name in order for end in range(len(name)) if name[end] == "."}
-    by_layer = {name: live[name] for name, layer in releasing.items() if name == layer}
-    saved_before: dict[str, int] = {}
-    largest: dict[str, int] = {}
-    largest_squares: dict[str, int] = {}
-    for name, layer in releasing.items():
-        block = largest_blocks.get(name, 0)
-        largest[layer] = max(largest.get(layer, 0), block)
-        if name != layer:
-            saved_before[layer] = saved_before.get(layer, 0) + live[name]
-            if name in containers and layer in seen and _is_square(block, seen[layer]):
-                largest_squares[layer] = max(largest_squares.get(layer, 0), block)
     layers: list[Layer] = []
-    for name in order:
-        module = shapes.modules.get(name)
-        if module is None:
-            continue
+    for name in _order(shapes, seen, reached):
+        module = shapes.modules[name]
         prefix, forward = unit_prefix(name), seen.get(name)
         twins = [name]
         if reached is not None and prefix in units and (forward is None or prefix == unfinished):
@@ -207,13 +287,28 @@ def _layers(
             finished = [other for other in alike if other != unfinished or other in shapes.modules] or alike
             twins += [other + name[len(prefix) :] for other in finished]
             forward = forward or next((seen[twin] for twin in twins if twin in seen), None)
-        saved, before = (max(sizes.get(twin, 0) for twin in twins) for sizes in (by_layer, saved_before))
+        own, before, block, square = (
+            max(sizes.get(twin, 0) for twin in twins)
+            for sizes in (saved.own, saved.before, saved.largest, saved.largest_squares)
+        )
         if forward is None:
             forward = _guess_forward(module, layers[-1] if layers else None, samples)
-            saved = max(saved, forward.output_bytes)
+            own = max(own, forward.output_bytes)
             before = max(before, forward.input_bytes)  # saved by an operation between the two layers
-        block, square = (max(sizes.get(twin, 0) for twin in twins) for sizes in (largest, largest_squares))
-        layers.append(Layer(name, module, forward, saved + before, block, saved_before=before, largest_square=square))
+        captured = saved.captured.get(name, 0)
+        layers.append(
+            Layer(
+                name,
+                module,
+                forward,
+                own + before,
+                block,
+                saved_before=before,
+                largest_square=square,
+                captured=captured,
+                shared=saved.shared.get(name, 0),
+            )
+        )
     return with_residual_gradients(layers, largest_blocks, units)
 
 

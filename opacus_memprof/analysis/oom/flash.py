@@ -132,7 +132,10 @@ class FlashClip:
         return concatenated + self.norm_temporaries(samples) if pair else 0
 
     def _normalized(self, n: int) -> int:
-        """Returns the temporaries of a norm's gradients: one normalized input of as many samples as fit."""
+        """Returns the temporaries of a norm's gradients, of as many samples as fit.
+
+        These are the normalized input and, if it has another dtype than the output, its cast and their product.
+        """
         forward, kind = self.layer.forward, self.layer.module.kind
         sample = self.layer.scale(forward.output_bytes, 1)
         numbers = sample // forward.element_bytes
@@ -146,7 +149,8 @@ class FlashClip:
                 return of_kernel
         unit = cost.norm_bytes(numbers, forward.element_bytes)
         samples = cost.fit(WORKSPACE_BYTES, unit, n)
-        return samples * sample if samples else WORKSPACE_BYTES * sample // unit
+        copies = 1 if forward.input_element_bytes in (0, forward.element_bytes) else 3
+        return copies * (samples * sample if samples else WORKSPACE_BYTES * sample // unit)
 
     def _embedding_norms(self, n: int) -> int:
         """Returns the temporaries of an embedding's norms: sorted indices, and sums over equal indices."""

@@ -40,6 +40,9 @@ class Layer:
         saved_before: the part of `activations` that was saved before the module's forward began.
         largest_square: the largest block of `saved_before` that can be attention weights, tokens by tokens.
         repeated_forward: what the sampler keeps of a forward that it runs again.
+        captured: the part of `activations` that only Opacus' captures keep.
+        shared: the part of `saved_before` that the operation before the layer has saved, too, as a ReLU its result.
+        is_added: its output is added to the residual stream, whose gradient then is that of the output, too.
     """
 
     name: str
@@ -51,6 +54,9 @@ class Layer:
     saved_before: int = 0
     largest_square: int = 0
     repeated_forward: int = 0
+    captured: int = 0
+    shared: int = 0
+    is_added: bool = False
 
     @property
     def elements(self) -> int:
@@ -59,6 +65,12 @@ class Layer:
     @property
     def is_convolution(self) -> bool:
         return self.module.kind.startswith("Conv") and self.module.columns > 0
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether autocast casts the layer's input to 16 bits."""
+        is_product = bool(self.module.rows) and self.module.kind != "Embedding"
+        return is_product and self.forward.input_element_bytes > self.forward.element_bytes
 
     @property
     def is_repeated(self) -> bool:
@@ -76,11 +88,20 @@ class Layer:
         They are free after the layer's backward.
         """
         size = self.forward.input_bytes
-        return self.scale(size, n) if not self.forward.from_leaf and self.saved_before >= size else 0
+        is_free = not self.forward.from_leaf and self.saved_before >= size > self.shared
+        return self.scale(size, n) if is_free else 0
 
     def scale(self, size: int, n: int) -> int:
         """Returns the bytes for `n` samples of a tensor that has `size` bytes for the samples of the forward."""
         return size * n // max(self.forward.samples, 1)
+
+    def without_captures(self) -> "Layer":
+        """Returns the layer as flash_clip has it: it keeps inputs as they are computed with, cast by autocast."""
+        forward, kept = self.forward, self.activations - self.captured
+        if self.is_autocast:
+            cast = forward.input_bytes * forward.element_bytes // forward.input_element_bytes
+            forward = replace(forward, input_bytes=cast)
+        return replace(self, forward=forward, activations=kept, saved_before=min(self.saved_before, kept), captured=0)
 
     def per_sample_gradients(self, n: int) -> int:
         """Returns the bytes of per-sample gradients: s·n·w."""
@@ -95,7 +116,11 @@ class Layer:
         calls = self.forward.calls
         output = self.scale(self.forward.output_bytes, n) // calls
         grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
-        return output * (2 if mean_loss else 1) + grad_input + self.scale(self.residual_gradient, n)
+        return output * (2 if mean_loss else 1) + grad_input + self.beside_output(n)
+
+    def beside_output(self, n: int) -> int:
+        """Returns the bytes of the residual stream's gradient, where it is not that of the output."""
+        return 0 if self.is_added else self.scale(self.residual_gradient, n)
 
     def layout_copies(self, n: int) -> int:
         """Returns the workspace of a convolution's backward, if its library computes in another memory layout.

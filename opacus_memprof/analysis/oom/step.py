@@ -48,6 +48,9 @@ class Step:
         inputs: the batch.
         keeps_gradients: p.grad lives from one step to the next.
         output: the model's output, which a variable of the program keeps alive through the step.
+        logits: the same, if nothing is known of the variable.
+        tail: activations after the last layer, as of a frozen head, from forward to the beginning of backward.
+        forward_peak: the most bytes of activations and temporaries in the forward pass; 0 if it is not known.
         multiprocessors: of the GPU; 0 on the CPU.
         workspace: cuBLAS' workspace, if it is not allocated yet.
         is_guessed: the activations of repeated units are guessed, because none has been seen as a whole.
@@ -71,6 +74,9 @@ class Step:
     inputs: int
     keeps_gradients: bool
     output: int = 0
+    logits: int = 0
+    tail: int = 0
+    forward_peak: int = 0
     multiprocessors: int = 0
     workspace: int = 0
     is_guessed: bool = False
@@ -103,9 +109,11 @@ class Step:
         if self.mode in ("ghost", "fast"):
             backward = self._two_passes(n)
         elif self.mode == "flash_clip":
-            backward = self._flash_clip(n, accumulates=accumulates)
+            step = replace(self, layers=[layer.without_captures() for layer in self.layers])
+            backward = step._flash_clip(n, accumulates=accumulates)
         else:
             backward = self._one_pass(n)
+        yield Instant("forward", "", {**base, **summed, **self._forward(n)})
         for instant in backward:
             again = self._scale(self.recomputed.get(instant.module, 0), n) if "backward" in instant.phase else 0
             parts = {"recomputed_activations": again} if again else {}
@@ -131,17 +139,25 @@ class Step:
         """Returns the bytes of p.grad from the step before."""
         return self.trained if self.keeps_gradients and not self.drops_gradients else 0
 
+    def _forward(self, n: int) -> dict[str, int]:
+        """Returns the parts of the forward pass' peak, as far as they are known."""
+        captured = sum(layer.captured for layer in self.layers) if self.mode == "flash_clip" else 0
+        live = self._scale(max(self.forward_peak - captured, 0) + self.inputs, n)
+        return {"activations": live, "gradients": self._kept_gradients(), "output": 0}
+
     def _loss_backward(self, n: int, gradients: int) -> Instant:
         """Returns the beginning of backward: the computation of the gradient of the last layer's output.
 
         It is computed from the gradient of the tensors that the loss has saved. For cross entropy, these are log-
-        probabilities, as many as the output has elements. Of an output in 16 bits, they are float32 or do not count.
+        probabilities, as many as the output has elements. Of an output in 16 bits, they are float32 or do not count;
+        under autocast, the loss casts the output itself, and its gradient is in 16 bits again.
         """
-        output = self.layers[-1].forward.output_bytes if self.layers else 0
+        output = self.logits
         wide = output * 4 // self.layers[-1].forward.element_bytes if self.layers else 0
         output = wide if wide <= self.loss else output
-        temporaries = self._scale(output + min(self.loss, output), n)
-        live = self._activations(n) + self._scale(self.loss + self.inputs, n)
+        is_cast = any(layer.is_autocast for layer in self.layers)
+        temporaries = self._scale(output if is_cast else output + min(self.loss, output), n)
+        live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
         return Instant(
             "forward", "", {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
         )
@@ -265,7 +281,7 @@ class Step:
         gradients.
         """
         yield self._loss_backward(n, self._kept_gradients())
-        live = self._activations(n) + self._scale(self.loss + self.inputs, n)
+        live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
         gradients = 0
         for layer in reversed(self.layers):
             gradients += layer.module.bytes
@@ -312,7 +328,7 @@ class Step:
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
             own = live - max(shared, self._released_before(layer, n))
             parts = {"activations": own, "per_sample_gradients": kept + clip.new_bytes(n)}
-            output = layer.scale(layer.forward.output_bytes // layer.forward.calls + layer.residual_gradient, n)
+            output = layer.scale(layer.forward.output_bytes // layer.forward.calls, n) + layer.beside_output(n)
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})

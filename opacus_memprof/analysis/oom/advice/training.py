@@ -141,7 +141,7 @@ def checkpoints(case: Case, step: Step) -> Change | None:
             replace(each, activations=kept[each.name], saved_before=0) if each.name in kept else each
             for each in changed.layers
         ]
-        return changed.with_changes(layers=tuple(layers), recomputed=recomputed)
+        return changed.with_changes(layers=tuple(layers), recomputed=recomputed, forward_peak=0)
 
     return Change(
         CHECKPOINTS,
@@ -190,7 +190,7 @@ def fused_attention(case: Case, step: Step) -> Change | None:
     what = f"Attention matrices, tokens by tokens, take {format_bytes(total)} of activations."
 
     def apply(changed: Step) -> Step:
-        return changed.with_changes(layers=tuple(map(_without_attention_weights, changed.layers)))
+        return changed.with_changes(layers=tuple(map(_without_attention_weights, changed.layers)), forward_peak=0)
 
     if in_bfloat16 and not case.shapes.has_bfloat16:
         return Change(
@@ -278,6 +278,9 @@ def data_type(case: Case, step: Step) -> Change | None:
             update=changed.update // 2,
             loss=changed.loss // 2,
             output=changed.output // 2,
+            logits=changed.logits // 2,
+            tail=changed.tail // 2,
+            forward_peak=changed.forward_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
         )
 
@@ -295,11 +298,18 @@ def data_type(case: Case, step: Step) -> Change | None:
 def _halved(layer: Layer) -> Layer:
     forward = layer.forward
     inputs = forward.input_bytes if layer.module.kind == "Embedding" else forward.input_bytes // 2
+    input_element_bytes = 2 if inputs < forward.input_bytes else forward.input_element_bytes
     return _smaller(
         replace(
             layer,
             module=replace(layer.module, bytes=layer.module.bytes // 2),
-            forward=replace(forward, element_bytes=2, output_bytes=forward.output_bytes // 2, input_bytes=inputs),
+            forward=replace(
+                forward,
+                element_bytes=2,
+                output_bytes=forward.output_bytes // 2,
+                input_bytes=inputs,
+                input_element_bytes=input_element_bytes,
+            ),
         )
     )
 
@@ -317,6 +327,7 @@ def _smaller(layer: Layer, squares: int = 2) -> Layer:
         saved_before=(layer.saved_before - weights) // 2 + weights // squares,
         largest_square=square // squares,
         repeated_forward=layer.repeated_forward // 2,
+        captured=layer.captured // 2,
     )
 
 
@@ -373,7 +384,8 @@ def _with_adapter(layer: Layer) -> Layer:
     adapter = replace(module, bytes=size, weight=weight, bias=0, rows=_RANK, columns=module.rows + module.columns)
     between = layer.forward.samples * layer.forward.tokens * _RANK * layer.forward.element_bytes
     scaled = layer.residual_gradient + layer.forward.output_bytes  # the gradient of the adapter's scaled output
-    return replace(layer, module=adapter, activations=layer.activations + between, residual_gradient=scaled)
+    activations = layer.activations + between
+    return replace(layer, module=adapter, activations=activations, residual_gradient=scaled, is_added=False)
 
 
 def shorter_sequence(case: Case, step: Step) -> Change | None:
@@ -403,6 +415,9 @@ def shorter_sequence(case: Case, step: Step) -> Change | None:
             inputs=changed.inputs // 2,
             loss=changed.loss // 2 if by_token else changed.loss,
             output=changed.output // 2 if by_token else changed.output,
+            logits=changed.logits // 2 if by_token else changed.logits,
+            tail=changed.tail // 2 if by_token else changed.tail,
+            forward_peak=changed.forward_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
         )
 
