@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in what is a finding and what is not, of a run and of a job, and in what a virtual GPU does not know."""
 
-from tests.planted_faults.fault import Fault, unit
+from tests.planted_faults.fault import Fault, integration, unit
 
 FAULTS = [
+    Fault(
+        "estimates_shift_blocks",
+        "oom/estimate.py",
+        "sizes = saved.own if layer == block.module else saved.before",
+        "sizes = saved.own",
+        "Activations that operations before a layer have saved count as the layer's own.",
+        integration("mode_estimates"),
+        room="analysis",
+    ),
     Fault(
         "matrices_of_the_first_layer",
         "findings.py",

@@ -179,8 +179,8 @@ class _Saved:
     """Bytes of activations by the layer whose backward releases them.
 
     Attributes:
-        own: those that the layer itself has allocated.
-        before: those that have been allocated before its forward began.
+        own: bytes that the layer itself has allocated.
+        before: bytes that have been allocated before its forward began.
         largest: the largest block of both.
         largest_squares: the largest block of `before` that can be attention weights.
         captured: those of both that only Opacus' captures keep, while autograd keeps what autocast has cast them to.
@@ -242,7 +242,7 @@ def _saved_by_name(
 
 
 def _order(shapes: TrainingShapes, seen: Mapping[str, CaptureShape], reached: str | None) -> list[str]:
-    """Returns the layers in forward order: those that were seen, then the others if the forward did not end."""
+    """Returns the layers in forward order: layers that were seen, then the others if the forward did not end."""
     others = [name for name in shapes.modules if name not in seen] if reached is not None else []
     return [name for name in [*seen, *others] if name in shapes.modules]
 
