@@ -43,8 +43,8 @@ from opacus_memprof.errors import MemprofError
 _OTHER_BYTES = 64 << 20
 """Limit on the copies of a call's tensors, for other samples."""
 _MOST_NUMBERS = 64
-_NEAR = 1e-4
-"""Relative distance of a number from one that was read, with a small constant added."""
+_SMALL = [10.0**-i for i in range(3, 13)]
+"""What programs add before they divide."""
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
 """Tensors of the model's output, each with the position of its samples; None for tensors that all samples share."""
@@ -251,9 +251,9 @@ class _OtherSamples(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, structure = tree_flatten((args, kwargs))
         if not self.is_on or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
         name = func._schema.name.split("::")[1]
         self.reads_numbers |= bool(self._numbers) and any(self._is_read(name, leaf) for leaf in leaves)
         if not any(map(self.depends, leaves)):
@@ -270,7 +270,7 @@ class _OtherSamples(TorchDispatchMode):
         if name == "_local_scalar_dense":
             if any(each is not None and each != output for each in others):
                 self.reads_numbers |= isinstance(output, bool)
-                self._numbers.append(output)
+                self._numbers = [*self._numbers[1 - _MOST_NUMBERS :], output]
             return output
         for place, x in enumerate(tree_flatten(output)[0]):
             if isinstance(x, torch.Tensor) and not self.depends(x):
@@ -296,16 +296,17 @@ class _OtherSamples(TorchDispatchMode):
         if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in self._ARITHMETIC:
             return False
         if isinstance(x, float) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x):  # too long to be there by chance
-            return any(abs(x - each) <= _NEAR * abs(each) for each in self._derived())
+            return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
         return abs(x) > 1 and x in self._numbers and not _is_in_text(x)
 
     def _derived(self) -> Iterator[float]:
         """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
-        read = [float(each) for each in self._numbers if math.isfinite(each) and each]
+        read = [float(each) for each in self._numbers if math.isfinite(each)]
         for each in (*read, sum(read), sum(read) / max(1, len(read))):
-            if each:
-                yield from (each, -each, 1 / each, -1 / each, each * each, 1 / (each * each))
-                yield from (each * self.batch, each / self.batch, math.sqrt(abs(each)), 1 / math.sqrt(abs(each)))
+            for shifted in (each, *(each + small for small in _SMALL)):
+                if shifted:
+                    yield from (shifted, 1 / shifted)
+            yield from (each * each, math.sqrt(abs(each)), each * self.batch, each / self.batch)
 
     def _storages(self, x: torch.Tensor) -> None:
         if not self.depends(x):
