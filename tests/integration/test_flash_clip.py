@@ -243,7 +243,7 @@ def test_more_samples_than_the_loader_draws_are_warned_of_once() -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             for part, samples in enumerate(parts):
-                module(torch.randn(samples, 9, dtype=torch.float64)).square().sum().backward()
+                module(torch.randn(samples, 9, dtype=torch.float64)).square().mean().backward()
                 if is_one_batch:
                     optimizer.signal_skip_step(part < len(parts) - 1)
                     optimizer.step()

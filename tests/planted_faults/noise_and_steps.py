@@ -50,8 +50,8 @@ FAULTS = [
     Fault(
         "noise_skips_biases",
         "optimizers/optimizer.py",
-        "(noisy if self._gets_noise(parameter) else noiseless)",
-        "(noisy if self._gets_noise(parameter) and parameter.dim() > 1 else noiseless)",
+        "            if self._gets_noise(parameter):\n",
+        "            if self._gets_noise(parameter) and parameter.dim() > 1:\n",
         "Biases get no noise.",
         integration("flash_clip::noise_is_opacus_noise"),
     ),
