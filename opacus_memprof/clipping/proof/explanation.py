@@ -141,20 +141,28 @@ _ELEMENTWISE = re.compile(
 _ALIAS = "_AliasBackward"  # an output of the model
 
 
+def _roots_of_backward() -> list[tuple[Any, Any]]:
+    """Returns the losses of each running backward, and their gradients."""
+    code = torch.autograd.graph._engine_run_backward.__code__
+    roots = []
+    frames: list[Any] = list(sys._current_frames().values())  # on a GPU autograd runs hooks in a thread of its own
+    while frames:
+        caller = frames.pop()
+        while caller is not None and caller.f_code is not code:
+            caller = caller.f_back
+        roots += [] if caller is None else [(caller.f_locals["t_outputs"], caller.f_locals["args"])]
+    caller = None  # one of them is this function's own frame, which would keep the losses alive in a circle
+    return roots
+
+
 def reductions_of_loss() -> set[str]:
     """Returns how the loss of the running backward is reduced over the samples: "mean", "sum", both, or not known.
 
     Autograd's graph tells, where the loss, or a term of it, is a mean or a sum of values without factors. A mean that
     is multiplied may be a sum, and a sum that is multiplied or divided may be a mean.
     """
-    code = torch.autograd.graph._engine_run_backward.__code__
     found: set[str] = set()
-    roots = []
-    for frame in sys._current_frames().values():  # on a GPU autograd runs hooks in a thread of its own
-        caller: Any = frame
-        while caller is not None and caller.f_code is not code:
-            caller = caller.f_back
-        roots += [] if caller is None else [(caller.f_locals["t_outputs"], caller.f_locals["args"])]
+    roots = _roots_of_backward()
     if len(roots) != 1:
         return set()
     (losses, arguments) = roots[0]
