@@ -291,6 +291,17 @@ def test_token_norm_kernel(norm: type[nn.LayerNorm | nn.RMSNorm], shape: tuple[i
             torch.testing.assert_close(found[n].double(), parameter.grad, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("has_mean", [True, False])
+def test_token_norm_kernel_without_eps(has_mean: bool) -> None:
+    """What a program reads past the last token adds nothing."""
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 2, 5, 6)
+    weight, _ = token_norm_gradients_cuda(x, g, 0.0, has_mean=has_mean)
+    own = x.double() - x.double().mean(2, keepdim=True) * has_mean
+    expected = (g * own / own.square().mean(2, keepdim=True).sqrt()).sum(1)
+    torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("divisor", [3.0, 4.0])
 @pytest.mark.parametrize("rounds", [True, False])
 def test_noise_kernel(divisor: float, rounds: bool) -> None:

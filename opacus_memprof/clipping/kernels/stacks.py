@@ -226,7 +226,7 @@ def token_gradients(  # type: ignore[no-untyped-def]  # Triton would interpret a
         each = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
         if MEAN:
             apart = tl.where(inside, apart - (tl.sum(apart, 1) / features)[:, None], 0.0)
-        scale = tl.rsqrt(tl.sum(apart * apart, 1) / features + eps)
+        scale = tl.where(token < tokens, tl.rsqrt(tl.sum(apart * apart, 1) / features + eps), 0.0)  # eps may be 0
         weight += tl.sum(each * apart * scale[:, None], 0)
         bias += tl.sum(each, 0)
     out += (sample * parts + part) * features + feature
