@@ -121,15 +121,8 @@ def test_module_and_optimizer_have_the_same_reduction(reduction: str) -> None:
 
 
 def test_a_sum_where_a_mean_is_declared() -> None:
-    module = GradSampleModuleFlashClip(nn.Linear(9, 4))
-    optimizer = DPOptimizerFlashClip(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        module=module,
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=1,
-    )
-    module(torch.randn(4, 9)).sum().backward()
+    module, optimizer = private(nn.Linear(9, 4), 1)
+    module(torch.randn(4, 9, dtype=torch.float64)).sum().backward()
     with pytest.warns(UserWarning, match="the loss is a sum over the samples, but loss_reduction='mean' was declared"):
         optimizer.step()
 
