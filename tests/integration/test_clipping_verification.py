@@ -16,7 +16,7 @@ from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip, verify
 from opacus_memprof.clipping.arguments import ClipRule
-from opacus_memprof.clipping.proof.noise import _dependent, _wrong_size
+from opacus_memprof.clipping.verification import _dependent, _wrong_size
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import Transformer, convnet, image_data, mlp, token_data, vector_data
 

@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "verify_noise_of_any_size",
-        "proof/noise.py",
+        "verification.py",
         "if not abs(sigmas) <= _MOST_SIGMAS:",
         "if not abs(sigmas) <= 1e6 * _MOST_SIGMAS:",
         "Noise of any standard deviation is right.",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "verify_noise_that_repeats",
-        "proof/noise.py",
+        "verification.py",
         "return stds, _dependent(draws) or _wrong_size(draws, std)",
         "return stds, _wrong_size(draws, std)",
         "Parameters may have the same noise.",

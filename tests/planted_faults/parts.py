@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "verify_noise_by_another_root",
-        "proof/noise.py",
+        "verification.py",
         "(square ** (1 / 3) - 1 + spread**2) / spread",
         "(square ** (1 / 2) - 1 + spread**2) / spread",
         "verify calls noise wrong that is four standard deviations off.",
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "verify_noise_with_a_negative_mean",
-        "proof/noise.py",
+        "verification.py",
         "if not abs(float(joined.mean())) * math.sqrt(count)",
         "if not float(joined.mean()) * math.sqrt(count)",
         "verify calls noise right that lowers all numbers.",

@@ -24,7 +24,7 @@ FAULTS = [
     ),
     Fault(
         "rows_between_calls",
-        "module/calls.py",
+        "module/between_calls.py",
         "or any(map(others.mixes, leaves))",
         "or False",
         "Detached values of other samples reach the next call.",
@@ -32,7 +32,7 @@ FAULTS = [
     ),
     Fault(
         "numbers_between_calls",
-        "module/calls.py",
+        "module/between_calls.py",
         "(others.reads_numbers or",
         "(False or",
         "A number of the batch that the program reads is used for the next call.",
@@ -40,7 +40,7 @@ FAULTS = [
     ),
     Fault(
         "calls_between_are_forgotten",
-        "module/calls.py",
+        "module/between_calls.py",
         "if self._others is None or self._others.batch != batch:",
         "if True:",
         "What was computed from the call before the last one is not followed.",

@@ -30,12 +30,12 @@ from opacus_memprof.clipping.forwards.state import PLAIN, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
+from opacus_memprof.clipping.module.between_calls import Parts
 from opacus_memprof.clipping.module.call_proofs import CallProofs
 from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
-    Parts,
     allocated_bytes,
     batch_size,
     detach_for_two_passes,

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program computes between two calls of the model, or of its parts: samples must not be mixed there."""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.arguments import Check, is_checked
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
+from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
+from opacus_memprof.clipping.module.calls import Call, Outputs, device_of
+from opacus_memprof.clipping.proof.batches import VARIANTS, as_output, cotangents, has_samples, perturbed
+from opacus_memprof.clipping.proof.recorder import differing, far_apart
+from opacus_memprof.clipping.proof.summary import Rows, halves
+from opacus_memprof.errors import MemprofError
+
+_OTHER_BYTES = 64 << 20
+"""Limit on the copies of a call's tensors, for other samples."""
+_MOST_NUMBERS = 64
+_SMALL = [10.0**-i for i in range(3, 13)]
+"""What programs add before they divide."""
+
+
+class OtherSamples(TorchDispatchMode):
+    """Computes what the program computes from the samples of a call again, for batches with some other samples.
+
+    Each operation on a tensor that depends on the call runs once more for each of these batches, with or without
+    gradients. A sample whose own data stays must keep its rows.
+
+    Args:
+        batch: the number of samples.
+        size: the bytes of the call's tensors.
+    """
+
+    supports_higher_order_operators = True
+    _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
+
+    def __init__(self, batch: int, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch = batch
+        self.is_on = True
+        self.kept = [torch.tensor(plan) for plan in halves(batch)[: max(2, _OTHER_BYTES // max(1, size))]]
+        self.reads_numbers = False  # whether a number of the samples has become an argument or a condition
+        self._numbers: list[float] = []  # that the program has read
+        self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage | None]]] = {}
+
+    def add(self, x: torch.Tensor, where: Arrangement) -> None:
+        """Adds a tensor of a call, with its samples at `where`."""
+        if self.depends(x):
+            return
+        for i, kept in enumerate(self.kept):
+            rows = perturbed([where.by_sample(x.detach(), self.batch)], self.batch, kept, i % VARIANTS, i)
+            self._storages(x)
+            other = self.other(x, i)
+            assert other is not None
+            other.copy_(as_output(rows[0], where, x))
+
+    def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
+        """Returns what the tensor is for other samples; None if it is not known."""
+        storage = self._others[x.untyped_storage()._cdata][1][plan]
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+    def depends(self, x: Any) -> bool:
+        """Returns whether a value was computed from the call's samples."""
+        return _has_storage(x) and x.untyped_storage()._cdata in self._others
+
+    def leave(self) -> None:
+        """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
+        self.is_on &= _get_current_dispatch_mode() is self
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Ends the mode's work and frees its tensors."""
+        self.is_on = False
+        self._others.clear()
+
+    @torch.no_grad()
+    def mixes(self, x: Any) -> bool:
+        """Returns whether an argument of the next call has rows of other samples, or of several."""
+        if not self.depends(x):
+            return bool(self._numbers) and self._is_read("full", x)
+        count = self.batch
+        ways = {(d, tiled) for d in range(min(2, x.dim())) if x.shape[d] % count == 0 for tiled in (True, False)}
+        has_ways = bool(ways)
+        of_all = torch.ones(len(x) if x.dim() else 1, dtype=torch.bool, device=x.device)
+        for i, kept in enumerate(self.kept if x.numel() else ()):
+            other = self.other(x, i)
+            if other is None:
+                return False
+            for d, tiled in list(ways):
+                times = x.shape[d] // count
+                rows = kept.repeat(times) if tiled else kept.repeat_interleave(times)
+                if far_apart(Rows.of(x.transpose(0, d)), Rows.of(other.transpose(0, d)), rows):
+                    ways.discard((d, tiled))
+            if not has_ways:
+                of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
+        return not ways and x.numel() > 0 and (has_ways or bool(of_all.any()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        name = func._schema.name.split("::")[1]
+        self.reads_numbers |= bool(self._numbers) and any(self._is_read(name, leaf) for leaf in leaves)
+        if not any(map(self.depends, leaves)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for leaf in leaves:
+                if _has_storage(leaf):
+                    self._storages(leaf)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        before = RandomState.now(device_of(args, kwargs)) if draws else None
+        inputs = [[self.other(x, i) if self.depends(x) else x for x in leaves] for i in range(len(self.kept))]
+        output = func(*args, **kwargs)
+        others = [None if _misses(a, leaves) else self._run(func, a, structure, before) for a in inputs]
+        if name == "_local_scalar_dense":
+            if any(each is not None and each != output for each in others):
+                self.reads_numbers |= isinstance(output, bool)
+                self._numbers = [*self._numbers[1 - _MOST_NUMBERS :], output]
+            return output
+        for place, x in enumerate(tree_flatten(output)[0]):
+            if isinstance(x, torch.Tensor) and not self.depends(x):
+                found = [None if each is None else tree_flatten(each)[0][place] for each in others]
+                self._set(x, [y.untyped_storage() if y is not None and _is_like(x, y) else None for y in found])
+        return output
+
+    def _run(self, func: Any, leaves: list[Any], structure: Any, before: RandomState | None) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        try:
+            with before.restored() if before is not None else nullcontext():
+                return func(*args, **kwargs)
+        except Exception:  # not for these samples
+            return None
+
+    def _is_read(self, name: str, x: Any) -> bool:
+        """Returns whether an argument is a number that was read, or a simple function of one.
+
+        Other numbers that a program computes from it look like numbers of the program's text.
+        """
+        if name == "lift_fresh" and isinstance(x, torch.Tensor) and 0 < x.numel() <= _MOST_NUMBERS:
+            return any(self._is_read("full", each) for each in x.flatten().tolist())
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in self._ARITHMETIC:
+            return False
+        if isinstance(x, float) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x):  # too long to be there by chance
+            return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
+        return abs(x) > 1 and x in self._numbers and not _is_in_text(x)
+
+    def _derived(self) -> Iterator[float]:
+        """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
+        read = [float(each) for each in self._numbers if math.isfinite(each)]
+        for each in (*read, sum(read), sum(read) / max(1, len(read))):
+            for shifted in (each, *(each + small for small in _SMALL)):
+                if shifted:
+                    yield from (shifted, 1 / shifted)
+            yield from (each * each, math.sqrt(abs(each)), each * self.batch, each / self.batch)
+
+    def _storages(self, x: torch.Tensor) -> None:
+        if not self.depends(x):
+            self._set(x, [x.untyped_storage().clone() for _ in self.kept])  # type: ignore[no-untyped-call]
+
+    def _set(self, x: torch.Tensor, storages: list[torch.UntypedStorage | None]) -> None:
+        self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+        storage = x.untyped_storage()
+        self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
+
+
+def _is_in_text(x: float) -> bool:
+    """Returns whether a function that is running has this constant."""
+    frame = sys._getframe()
+    while frame is not None:
+        if any(type(each) is type(x) and each == x for each in frame.f_code.co_consts):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _misses(others: list[Any], leaves: list[Any]) -> bool:
+    return any(other is None and leaf is not None for other, leaf in zip(others, leaves, strict=True))
+
+
+def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = ((each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (x, other))
+    return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+class Parts:
+    """The outputs of the model, and of parts that the program has called by themselves, since the last step.
+
+    What the program computes from them for the next call is in no proof.
+
+    Args:
+        check: in which steps it is checked without gradients, too.
+    """
+
+    def __init__(self, check: Check) -> None:
+        self.check_steps = check
+        self._outputs: deque[tuple[Any, Arrangement, int]] = deque(maxlen=64)
+        self._others: OtherSamples | None = None
+        self._step = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_others": None, "_outputs": deque(maxlen=64)}
+
+    def clear(self) -> None:
+        """Forgets the outputs, after a step."""
+        self._outputs.clear()
+        self.pause()
+        self._others = None
+        self._step += 1
+
+    def pause(self) -> None:
+        """Stops to follow what the program computes, because it calls the model."""
+        if self._others is not None:
+            self._others.leave()
+            if not self._others.is_on:
+                self._others = None
+
+    def end(self, gradient: torch.Tensor) -> None:
+        """Ends it, because a backward has reached an output. The mode cannot be left there."""
+        if self._others is not None and not is_backward_of_inputs():
+            self._others.end()
+
+    def add(self, outputs: Outputs, batch: int) -> None:
+        """Adds outputs that have gradients."""
+        self._outputs += [(get_gradient_edge(x), where, batch) for x, where in outputs if where is not None]
+
+    def follow(self, call: Call, outputs: Outputs) -> bool:
+        """Follows what the program computes from a call's outputs and inputs until its next call.
+
+        Returns whether it does: if this step is checked, the tensors are not too large, and the program has no mode on.
+        """
+        while isinstance(mode := _get_current_dispatch_mode(), OtherSamples):
+            mode.leave()  # of a model whose training has ended
+        given = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if _has_rows(leaf)]
+        batch = len(given[0]) if given else 0
+        known = [(x, where) for x, where in outputs if where is not None and _has_rows(x)]
+        if call.is_off:
+            known = [(x, where) for x, where in known if len(x) == batch]
+        if batch < 2 or not known or not self.is_due() or mode is not None:
+            return False
+        known += [(x, PLAIN) for x in given if len(x) == batch and x.is_contiguous()]
+        size = sum(x.untyped_storage().nbytes() for x, _ in known)
+        if size > _OTHER_BYTES:
+            return False
+        if self._others is None or self._others.batch != batch:
+            self._others = OtherSamples(batch, size)
+        for x, where in known:
+            self._others.add(x, where)
+        self._others.__enter__()  # type: ignore[no-untyped-call]
+        return True
+
+    def is_due(self) -> bool:
+        """Returns whether calls of this step are checked."""
+        return is_checked(self.check_steps, self._step)
+
+    def check_rows(self, call: Call) -> None:
+        """Checks that a sample's input of a call does not depend on other samples of earlier calls in this step.
+
+        Raises:
+            MemprofError: it does.
+        """
+        others = self._others
+        leaves = tree_flatten((call.args, call.kwargs))[0] if others is not None else []
+        if others is not None and (others.reads_numbers or any(map(others.mixes, leaves))):
+            self._refuse(call)
+
+    def check_gradients(self, call: Call, batch: int) -> None:
+        """Checks the same by derivatives, for all parts that were called in this step.
+
+        Raises:
+            MemprofError: an input depends on outputs of other samples.
+        """
+        known = [(edge, where) for edge, where, size in self._outputs if size == batch]
+        leaves = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if has_samples(leaf, batch)]
+        inputs = [leaf for leaf in leaves if leaf.grad_fn is not None]
+        for plan in halves(batch) if known and inputs else ():
+            kept = torch.tensor(plan, dtype=torch.float64)
+            given = cotangents(inputs, [PLAIN] * len(inputs), batch, kept, True)
+            edges = [edge for edge, _ in known]
+            found = torch.autograd.grad(inputs, edges, given, retain_graph=True, allow_unused=True)
+            for gradient, (_, where) in zip(found, known, strict=True):
+                if gradient is None:
+                    continue
+                others = where.by_sample(gradient, batch)[(kept == 0).to(gradient.device)]
+                if bool(others.any()):
+                    self._refuse(call)
+
+    def _refuse(self, call: Call) -> None:
+        raise MemprofError(
+            "samples are mixed between two calls of the model, or of parts of it, before the call of its "
+            f"{type(call.entry).__name__}: compute each sample's input from its own outputs, in the same order and "
+            "without numbers of the batch (item(), if), or in the forward of one module."
+        )
+
+
+def _has_rows(x: Any) -> bool:
+    return _has_storage(x) and x.dim() > 0
+
+
+def _has_storage(x: Any) -> bool:
+    is_plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
