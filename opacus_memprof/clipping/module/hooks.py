@@ -28,6 +28,7 @@ from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.forwards.state import PLAIN, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
+from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
 from opacus_memprof.clipping.module.between_calls import Parts
@@ -43,7 +44,7 @@ from opacus_memprof.clipping.module.calls import (
     one_pass_fits,
     wheres_by_shape,
 )
-from opacus_memprof.clipping.proof.batches import tensors_in
+from opacus_memprof.clipping.proof.batches import alias_cached_tensors, tensors_in
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.workspace import Workspace
@@ -425,6 +426,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         if call.entry is not self.registry.model and call.situation is not None and self._proofs.joint is None:
             self._parts.add(outputs, hooks.batch)
+        repeated = call.situation.repeats() if call.situation is not None and others else []
+        for x in alias_cached_tensors(output) if repeated else ():
+            x.register_hook(functools.partial(self._refuse_cache, repeated[0]))  # type: ignore[no-untyped-call]
         for x, _ in others:
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
@@ -446,6 +450,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                     "dimension is the batch."
                 )
             )
+
+    def _refuse_cache(self, repeated: Layer, gradient: torch.Tensor) -> None:
+        self._refuse(
+            MemprofError(
+                "the loss depends on the keys and values in the model's cache (past_key_values), but "
+                f"{repeated.describe()} is repeated in backward, which gives these no gradient: compute the loss from "
+                "the other outputs, or call the model without a cache (use_cache=False)."
+            )
+        )
 
     def _two_passes(self, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
         """Makes backward run twice from these outputs, if two passes are needed."""

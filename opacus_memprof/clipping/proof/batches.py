@@ -52,6 +52,11 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _tensors(item, depth - 1, seen)
 
 
+def cached_tensors(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors in an output's caches of keys and values (of transformers)."""
+    return [x for leaf in tree_flatten(output)[0] if hasattr(leaf, "get_seq_length") for x in tensors_in(leaf)]
+
+
 class _Alias(torch.autograd.Function):
     """The identity. Unlike a view, its result keeps its hooks when a program writes to it."""
 
@@ -79,6 +84,29 @@ def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[to
     for x, alias in zip(tensors, aliases, strict=True):
         leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = alias
     return tree_unflatten(leaves, structure), aliases
+
+
+def alias_cached_tensors(output: Any) -> list[torch.Tensor]:
+    """Replaces the tensors with gradients in an output's caches of keys and values by aliases, and returns these.
+
+    The model has used the tensors themselves; with aliases, only the program's use of a cache counts.
+    """
+    found: list[torch.Tensor] = []
+
+    def aliased(value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            found.append(_Alias.apply(value))
+            return found[-1]
+        if depth and isinstance(value, list):
+            value[:] = [aliased(each, depth - 1) for each in value]
+        elif depth and not isinstance(value, (torch.Tensor, torch.nn.Module, type)) and hasattr(value, "__dict__"):
+            vars(value).update({name: aliased(each, depth - 1) for name, each in vars(value).items()})
+        return value
+
+    for leaf in tree_flatten(output)[0]:
+        if hasattr(leaf, "get_seq_length"):
+            aliased(leaf, _DEPTH)
+    return found
 
 
 def cotangents(

@@ -34,6 +34,7 @@ from opacus_memprof.clipping.proof.batches import (
     SMALL,
     VARIANTS,
     FixedDraws,
+    cached_tensors,
     cotangents,
     has_samples,
     perturbed,
@@ -74,6 +75,8 @@ class Program:
         random: the initial state of the random number generators.
         wheres: the position of samples in the output's tensors.
         trained: names of the trained parameters.
+        leaves_caches_out: whether tensors in caches of keys and values get no gradients, as a loss that uses them is
+            refused.
         places: for a part of a batch, which of its samples it has, in order; None for the first.
     """
 
@@ -87,6 +90,7 @@ class Program:
     random: RandomState
     wheres: list[Arrangement | None]
     trained: dict[nn.Parameter, str]
+    leaves_caches_out: bool = False
     places: list[int] | None = None
 
     def leaves(self) -> tuple[list[Any], Any]:
@@ -122,6 +126,7 @@ class Prover:
         self.is_finite = True
         self.draws = False
         self._given: list[Any] = []  # the arguments of the last forward
+        self._tensors: list[torch.Tensor] = []  # its outputs that have gradients, those in caches included
         self.changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
@@ -318,7 +323,7 @@ class Prover:
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds layers that checkpoints run again
-            patterns = self._patterns(outputs)
+            patterns = self._patterns()
             batch, random = self.program.batch, self.program.random
             end = random.later()
             draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
@@ -340,14 +345,15 @@ class Prover:
             torch.autograd.backward(outputs, given)
         return recorder
 
-    def _patterns(self, outputs: list[torch.Tensor]) -> list[int]:
+    def _patterns(self) -> list[int]:
         inputs = [leaf for leaf in self._given if isinstance(leaf, torch.Tensor)]
-        return graph_patterns(outputs, inputs, self.program.batch)
+        return graph_patterns(self._tensors, inputs, self.program.batch)
 
     def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
         self._given = [_copied(leaf) for leaf in leaves]
         args, kwargs = tree_unflatten(self._given, structure)
-        tensors = tensors_in(self.program.run(args, kwargs))
+        output = self.program.run(args, kwargs)
+        tensors = tensors_in(output)
         if len(tensors) != len(self.program.wheres):
             raise MixingError(
                 "the number of tensors that the model returns depends on its inputs, so that it cannot be seen which "
@@ -358,6 +364,10 @@ class Prover:
             for o, w in zip(tensors, self.program.wheres, strict=True)
             if o.requires_grad and (o.is_floating_point() or o.is_complex())
         ]
+        self._tensors = [o for o, _ in pairs]
+        if self.program.leaves_caches_out:
+            cached = set(map(id, cached_tensors(output)))
+            pairs = [(o, w) for o, w in pairs if id(o) not in cached]
         return [o for o, _ in pairs], [w for _, w in pairs]
 
     @contextmanager
@@ -371,13 +381,14 @@ class Prover:
                 self.changes_state = self.changes_state or state.has_changed()
         finally:
             hooks.bookkeeping, hooks.batch, hooks.trace = before
+            self._tensors = []  # releases the graph
 
     def follow(self) -> None:
         """Runs a forward to record the order of layer calls and the patterns of its graph."""
         leaves, structure = self.program.leaves()
         with self._running(RowRecorder(self.workspace)) as trace:
-            outputs, _ = self._outputs(leaves, structure)
-            self.trace, self.patterns = list(trace), self._patterns(outputs)
+            self._outputs(leaves, structure)
+            self.trace, self.patterns = list(trace), self._patterns()
 
     # --- sums ---
     def sums(self) -> list[Doubt]:

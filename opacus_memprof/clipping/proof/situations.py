@@ -18,7 +18,7 @@ from opacus_memprof.clipping.arguments import Check, has_sums_checked
 from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import OperationLog
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
-from opacus_memprof.clipping.layers import Layer
+from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.batches import has_samples
 from opacus_memprof.clipping.proof.certificate import SituationRecord
@@ -83,6 +83,10 @@ class Situation:
     share: float = 1.0
     is_finite: bool = True
     record: SituationRecord | None = None
+
+    def repeats(self) -> list[Layer]:
+        """Returns the layers whose forward is repeated, which does not give what they add to a cache a gradient."""
+        return [layer for layer in self.layouts if isinstance(layer, GenericLayer)]
 
 
 class Situations:
@@ -215,10 +219,7 @@ class Situations:
             return self.run(entry, args, kwargs)
 
         self.hooks.layouts, self.hooks.plain = situation.layouts, situation.plain
-        program = Program(
-            entry, run, self.hooks, some_args, some_kwargs, count, count, random, situation.wheres, self.trained
-        )
-        prover = Prover(program, self.workspace)
+        prover = self._prover(entry, run, (some_args, some_kwargs), count, random, situation)
         has_sums = has_sums_checked(self.check, situation.forwards)
         try:
             with self._proving(entry):
@@ -289,13 +290,17 @@ class Situations:
             leaves = probe.leaves_of(range(count))
         elif count < batch:
             leaves = [leaf[:count] if has_samples(leaf, batch) else leaf for leaf in leaves]
-        prover = self._prover(probe, situation, random, leaves, count)
+        given = tree_unflatten(leaves, probe.structure)
+        prover = self._prover(probe.model, probe.run_model, given, count, random, situation)
         doubts = prover.mixing(runs_jointly=self.agreement is not None)
         if doubts:
             return doubts
         if not self.units.is_sharded:
             prover.check_carried()
-        real = self._prover(probe, situation, random, probe.leaves, batch) if count > batch else prover
+        real = prover
+        if count > batch:
+            given = tree_unflatten(probe.leaves, probe.structure)
+            real = self._prover(probe.model, probe.run_model, given, batch, random, situation)
         doubts = [] if self.units.is_sharded else real.sums()
         if real is not prover:
             real.follow()
@@ -305,11 +310,17 @@ class Situations:
         situation.is_finite = real.is_finite
         return doubts
 
-    def _prover(self, probe: Probe, situation: Situation, random: RandomState, leaves: list[Any], batch: int) -> Prover:
-        args, kwargs = tree_unflatten(leaves, probe.structure)
-        program = Program(
-            probe.model, probe.run_model, self.hooks, args, kwargs, batch, batch, random, situation.wheres, self.trained
-        )
+    def _prover(
+        self,
+        entry: nn.Module,
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        batch: int,
+        random: RandomState,
+        situation: Situation,
+    ) -> Prover:
+        wheres, trained, leaves_caches_out = situation.wheres, self.trained, bool(situation.repeats())
+        program = Program(entry, run, self.hooks, *given, batch, batch, random, wheres, trained, leaves_caches_out)
         return Prover(program, self.workspace)
 
     def _units_changed(self) -> None:

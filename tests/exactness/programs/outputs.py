@@ -34,6 +34,36 @@ class Result:
     others: Any = None
 
 
+class _Cache:
+    """Keeps keys, as those of transformers do."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+
+def _cached_keys(m: Any, h: torch.Tensor, cache: _Cache | None = None) -> torch.Tensor:
+    keys = h @ m.w  # a layer's own matrix: its forward is repeated
+    if cache is not None:
+        cache.keys.append(keys)
+    return torch.tanh(keys)
+
+
+def _with_cache(m: Any, x: torch.Tensor) -> dict[str, Any]:
+    cache = _Cache()
+    return {"logits": m.last(m.attention(m.first(x), cache=cache)), "past_key_values": cache}
+
+
+def _attention() -> nn.Module:
+    return Graph(_cached_keys, w=nn.Parameter(torch.randn(6, 6)))
+
+
+def _of_cache(model: Any, batch: Batch) -> torch.Tensor:
+    return per_sample(model(batch["x"])["past_key_values"].keys[0], batch)
+
+
 def _pair(**members: Any) -> dict[str, Any]:
     return {"first": nn.Linear(6, 6), "last": nn.Linear(6, 3), **members}
 
@@ -257,6 +287,19 @@ PROGRAMS = [
     Program("outputs_weight_penalty", _graph(_plain), of_shape(5, 6), "either", _weight_penalty),
     Program("outputs_object_mixes", _graph(_object_of(_mixed)), of_shape(5, 6), "refused", _of_object),
     Program("outputs_object", _graph(_object_of(_plain)), of_shape(5, 6), "exact", _of_object),
+    *(
+        Program(
+            f"outputs_cache_of_keys{name}",
+            lambda: Graph(_with_cache, **_pair(attention=_attention())),
+            of_shape(5, 6),
+            allowed,  # type: ignore[arg-type]
+            losses,
+        )
+        for name, allowed, losses in (
+            ("", "exact", lambda model, batch: per_sample(model(batch["x"])["logits"], batch)),
+            ("_in_the_loss", "refused", _of_cache),
+        )
+    ),
     Program("outputs_nested_mixes", _graph(_nested(_mixed)), of_shape(5, 6), "refused", _of_nested),
     Program("outputs_nested", _graph(_nested(_plain)), of_shape(5, 6), "exact", _of_nested),
     Program("outputs_second_mixes", _graph(_two_outputs), of_shape(5, 6), "refused", _both_outputs),
