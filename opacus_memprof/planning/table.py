@@ -5,8 +5,8 @@ A peak is the largest of many instants, each of which grows linearly with the ba
 through two runs that fit predicts the limit. A run close to the limit makes the line exact; then the predicted value
 and the next one are run. Reserved bytes predict the limit while the allocator returns no memory to the GPU; requested
 bytes predict an upper limit in any case. A run that does not fit predicts the limit, too: what was still reserved, and
-the allocation for which nothing was left, grow with the value. A cell takes at most MOST_RUNS; where these do not
-settle it, the largest value that fitted is the answer.
+the allocation for which nothing was left, grow with the value. What these runs leave open is halved. A cell takes at
+most MOST_RUNS; where these do not settle it, the largest value that fitted is the answer.
 
 Between these limits, fragmentation decides whether a value fits, and round values are the worst: torch reserves memory
 in pieces of 2 MiB. If tensors are whole pieces, nothing is left at their ends for slightly larger tensors. Therefore
@@ -24,8 +24,9 @@ from opacus_memprof.planning.verdict import check_run, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
-MOST_RUNS = 8  # of a cell
-_CLOSE = 100  # an answer that needs cached memory back, to one in so many: then round values below it are run
+MOST_RUNS = 16  # of a cell
+_FORETOLD = 8  # of them are chosen by what the earlier ones foretell; then what is left is halved
+_CLOSE = 100  # an answer that needs cached memory back, to one in so many
 _FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
 _PART_OF_FAR = 0.85  # of the way there
 _PART_OF_FLUSHED = 0.85  # of the way to the upper limit: what does not fit, and not by far, foretells the most
@@ -115,7 +116,8 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
     Returns:
         None when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted,
         the next value has not fitted or is beyond `high`, and the round values below it have fitted as far as cached
-        memory was returned there. Also None after MOST_RUNS.
+        memory was returned there. After _FORETOLD runs, one that is as _CLOSE as that suffices. Also None after
+        MOST_RUNS.
     """
     if low not in points:
         return low
@@ -123,13 +125,11 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
     if not found.fitting or len(points) >= MOST_RUNS:
         return None
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
-    left = MOST_RUNS - len(points)
     rounder = _rounder(points, found, good)
-    guess = min(max(_guess(points, found, top), good + 1), top - 1)
-    if top - good <= max(1, good // _CLOSE if points[good].retries else 1):
-        if rounder and (top - good == 1 or len(rounder) >= left):
-            return rounder[-1]
-        return guess if top - good > 1 and len(_rounder(points, found, guess)) < left else None
+    halves = len(points) >= _FORETOLD and found.bad is not None
+    guess = (good + top) // 2 if halves else min(max(_guess(points, found, top), good + 1), top - 1)
+    if top - good <= max(1, good // _CLOSE if halves and points[good].retries else 1):
+        return rounder[-1] if rounder else None
     skips = any(point.fits and value > top for value, point in points.items())
     return rounder[-1] if skips and rounder else guess
 

@@ -23,6 +23,15 @@ FAULTS = [
         room="planning",
     ),
     Fault(
+        "search_that_ends_early",
+        "table.py",
+        "MOST_RUNS = 16",
+        "MOST_RUNS = 8",
+        "A batch is called the largest, and larger ones fit.",
+        unit("plan_search::the_answer_is_what_was_proved"),
+        room="planning",
+    ),
+    Fault(
         "limit_of_what_does_not_grow",
         "table.py",
         "int(bad * (room - base) / (wanted - base))",

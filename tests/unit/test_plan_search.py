@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from opacus_memprof.jobs.progress import ProgressBoard
@@ -57,26 +59,58 @@ def _measured(requested: int, waste: float) -> Point:
 @pytest.mark.parametrize("kind", [_linear, _piecewise_linear])
 @pytest.mark.parametrize("waste", [1.0, 1.04])
 def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float) -> None:
-    """With eight runs: the very value, and less closely where lines bend."""
-    runs, off = [], []
+    """The very value, by few runs; where cached memory is given back and runs foretold too little, to 1 %."""
+    runs = []
     for seed in range(150):
         rng = random.Random(seed)
         peak, low, high = kind(rng), rng.choice([1, 3, 64]), 4096
-        points: dict[int, Point] = {}
-        while value := next_value(points, low, high):
-            assert low <= value <= high
-            assert value not in points
-            points[value] = _measured(peak(value), waste)
+        points = _searched(lambda value, peak=peak: _measured(peak(value), waste), low, high)
         tried = [value for value in range(low, high + 1) if peak(value) <= ROOM]
+        answer, most = largest(points), max(tried, default=None)
+        assert answer == most or (len(points) > 8 and answer and most and 0.99 * most <= answer < most)
         runs.append(len(points))
-        answer = largest(points)
-        assert (answer is None) == (not tried)
-        if answer is not None:
-            off.append(1 - answer / max(tried))
-            assert off[-1] == 0 or (off[-1] > 0 and len(points) == 8)
-    assert max(runs) <= 8
-    assert max(off) <= (0.12 if kind is _piecewise_linear else 0)
-    assert off.count(0) >= (0.88 if kind is _piecewise_linear else 1) * len(off)
+    assert max(runs) <= 16
+    assert sum(runs) <= 7.6 * len(runs)
+
+
+def _searched(measure: Callable[[int], Point], low: int, high: int) -> dict[int, Point]:
+    points: dict[int, Point] = {}
+    while value := next_value(points, low, high):
+        assert low <= value <= high
+        assert value not in points
+        points[value] = measure(value)
+    return points
+
+
+@given(
+    limit=st.integers(0, 5000),
+    base=st.integers(0, ROOM - 1),
+    cached=st.floats(0.01, 1.0),
+    held=st.floats(0.5, 1.0),
+    luck=st.sets(st.integers(1, 5000), max_size=40),
+)
+def test_the_answer_is_what_was_proved(limit: int, base: int, cached: float, held: float, luck: set[int]) -> None:
+    """No smaller run has failed, and the next larger one fails and is not far.
+
+    However little runs foretell, and where single values fit or fail out of line.
+    """
+
+    def measure(value: int) -> Point:
+        fits = (value <= limit) != (value in luck)
+        requested = int(base + (ROOM - base) * held * min(1.0, value / (limit + 1)))
+        flushed = not fits or requested > cached * ROOM
+        return Point(fits, requested, ROOM if flushed else requested, ROOM, int(flushed), 0 if fits else ROOM + value)
+
+    points = _searched(measure, 1, 4096)
+    answer = largest(points)
+    assert len(points) <= 16
+    if answer is None:
+        assert not points[1].fits
+        return
+    assert points[answer].fits
+    bad = min((value for value, point in points.items() if not point.fits), default=4097)
+    assert answer < bad
+    assert bad - answer <= max(1, answer // 100) or len(points) == 16
 
 
 def _in_pieces(value: int, sample: int, waste: float) -> Point:
@@ -99,24 +133,19 @@ def test_no_round_value_up_to_the_answer_fails() -> None:
     It answers 2591 instead of 2936 for a convolution, where all multiples of 16 from 2592 to 2928 run out of memory
     and all values between them fit.
     """
-    smaller = unsafe = 0
+    smaller = 0
     for seed in range(40):
         rng = random.Random(seed)
         sample, waste = rng.randrange(20 * 2**20, 200 * 2**20), rng.uniform(1.0, 1.2)
-        points: dict[int, Point] = {}
-        while value := next_value(points, 1, 4096):
-            assert value not in points
-            points[value] = _in_pieces(value, sample, waste)
+        points = _searched(lambda value, sample=sample, waste=waste: _in_pieces(value, sample, waste), 1, 4096)
         fitting = [value for value in range(1, 4097) if _in_pieces(value, sample, waste).fits]
-        failing = set(range(16, 4097, 16)) - set(fitting)
+        failing = min(set(range(16, 4097, 16)) - set(fitting), default=4097)
         answer = largest(points)
         assert answer is not None
-        assert answer < min(failing, default=4097) or len(points) == 8
-        unsafe += answer > min(failing, default=4097)
-        assert answer >= 0.96 * max(value for value in fitting if value < min(failing, default=4097))
-        assert len(points) <= 8
+        assert 0.99 * max(value for value in fitting if value < failing) <= answer < failing
+        assert len(points) <= 16
         smaller += answer != fitting[-1]
-    assert unsafe <= 1 < smaller
+    assert smaller > 1
 
 
 def test_nothing_is_run_twice_where_nothing_grows() -> None:
