@@ -102,7 +102,8 @@ class GraphedBackward:
         self._last_sums = {parameter: total.detach() for parameter, total in self._sums.items()}
         check = NormCheck(self._check.norms.clone(), self._check.squared_norms.clone(), self._check.owners)
         check.begin()
-        self._bookkeeping.add_clipped(len(check.norms), self._last_sums, check)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._bookkeeping.add_clipped(len(check.norms), self._last_sums, check, tensors)
         return self._loss.clone()
 
     def _is_check_due(self) -> bool:
@@ -144,6 +145,7 @@ class GraphedBackward:
         for parameter in self._optimizer.params:
             self._sums[parameter], parameter.summed_grad = parameter.summed_grad, None
         self._check = self._bookkeeping.take_norm_check()
+        self._bookkeeping.begin_step()  # the next run has the same samples
 
     def _warm_up(self) -> None:
         """Runs the example to initialize libraries and kernels. Restores buffers and random number generators."""

@@ -5,7 +5,7 @@ Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only wh
 so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,13 @@ from torch import nn
 from opacus_memprof.clipping.agreement import KeptRefusal
 from opacus_memprof.clipping.arguments import ClipRule, Nonfinite
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass, Factors, Limit, NormCheck, limit_of_batch
+from opacus_memprof.clipping.forwards.state import GivenRows, check_given_once
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
+
+_MOST_FORWARDS = 1024  # whose samples are remembered until their backward
 
 
 class Bookkeeping:
@@ -69,6 +72,11 @@ class Bookkeeping:
         self._norm_checks: list[NormCheck] = []
         self._found_shared = False
         self._unclipped: torch.Tensor | int = 0
+        self._given: dict[int, GivenRows] = {}  # by the number of the forward
+        self._counted: list[GivenRows] = []  # in earlier physical batches of this step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_given": {}, "_counted": []}
 
     def clear(self) -> None:
         """Drops everything that is kept."""
@@ -144,6 +152,12 @@ class Bookkeeping:
         else:
             current.add_shared(layer, current.kept.pop(layer), self.workspace)
             current.add_shared(layer, layer.keep(x, g, self.workspace, norms=False), self.workspace)
+
+    def note_samples(self, forward: int, tensors: Iterable[torch.Tensor], batch: int) -> None:
+        """Notes which samples a forward was given, for `check_complete`."""
+        self._given[forward] = GivenRows(tensors, batch)
+        if len(self._given) > _MOST_FORWARDS:
+            del self._given[next(iter(self._given))]
 
     def begin_backward(self, forward: int) -> None:
         """Called when a backward reaches the outputs of a forward, before any layer adds anything."""
@@ -253,25 +267,34 @@ class Bookkeeping:
         """Removes the newest check of norms and returns it."""
         return self._norm_checks.pop()
 
-    def add_clipped(self, batch_size: int, sums: Mapping[nn.Parameter, torch.Tensor], check: NormCheck) -> None:
+    def add_clipped(
+        self,
+        batch_size: int,
+        sums: Mapping[nn.Parameter, torch.Tensor],
+        check: NormCheck,
+        tensors: Iterable[torch.Tensor],
+    ) -> None:
         """Adds a pass whose clipped sums a CUDA graph has formed.
 
         Args:
             batch_size: the size of the physical batch.
             sums: the clipped sums by parameter.
             check: the check of its norms, which has begun.
+            tensors: the program's batch.
 
         Raises:
             ValueError: a second backward without a step, where gradients must not accumulate (as in Opacus).
         """
         limit = limit_of_batch(batch_size, self.rule)
-        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit))
+        given = [GivenRows(tensors, batch_size)]
+        self._begin_pass(BackwardPass(batch_size, sums=dict(sums), clipped=True, limit=limit, given=given))
         self.norms = check.norms
         self._norm_checks.append(check)
 
     def begin_step(self) -> None:
         """Begins the sums of the next step. Called when the sums of the last step are not needed any more."""
         self.limit = Limit()
+        self._counted.clear()
 
     def copy_sums(self, given: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Replaces the given clipped sums by copies in each pass since the last step that holds them."""
@@ -294,8 +317,8 @@ class Bookkeeping:
             names: their names.
 
         Raises:
-            MemprofError: a parameter has no gradient, there was no backward pass, or the program has written to a
-                tensor that a pass has kept.
+            MemprofError: a parameter has no gradient, there was no backward pass, the program has written to a tensor
+                that a pass has kept, or several passes had the same samples.
         """
         if not self._passes:
             raise MemprofError(
@@ -320,6 +343,10 @@ class Bookkeeping:
                     "is not trained with requires_grad_(False)."
                 )
             each.check_unchanged()
+        check_given_once(map(self._given_to, self._passes), self._counted)
+
+    def _given_to(self, each: BackwardPass) -> list[GivenRows]:
+        return [*each.given, *(self._given[forward] for forward in each.forwards if forward in self._given)]
 
     def backward_passes(self) -> Iterator[BackwardPass]:
         """Yields the backward passes since the last step."""
@@ -364,6 +391,8 @@ class Bookkeeping:
         factors = [None if each.clipped else self._factors(each) for each in self._passes]
         self.unclipped_in_last_step, self._unclipped = self._unclipped, 0
         passes, self._passes = self._passes, []
+        self._counted = [rows for rows in self._counted if not rows.are_gone()]
+        self._counted += [rows for each in passes for rows in self._given_to(each)]
         self._tasks.clear()
         self.passes_in_last_step = len(passes)
         self.samples_in_last_step = sum(each.batch_size for each in passes)

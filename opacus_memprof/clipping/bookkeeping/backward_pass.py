@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.forwards.state import GivenRows
 from opacus_memprof.clipping.kernels.norms import norms_of_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.shared import SharedGradient
@@ -205,6 +206,7 @@ class BackwardPass:
         forwards: numbers of the forwards that this backward belongs to: several if one call of `backward` goes through
             them; they then have the same samples.
         tasks: autograd's numbers of these calls.
+        given: the samples, if the pass has no forwards.
     """
 
     batch_size: int
@@ -218,6 +220,7 @@ class BackwardPass:
     factors: torch.Tensor | None = None
     forwards: set[int] = field(default_factory=set)
     tasks: set[int] = field(default_factory=set)
+    given: list[GivenRows] = field(default_factory=list)
 
     def add_shared(self, layer: Layer, kept: KeptTensors, workspace: Workspace) -> None:
         """Adds the tensors that backward has kept for one of several uses of a parameter."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples and the state of a forward.
 
-An arrangement says where a batch's samples are in a tensor. The state is what a forward may change: random number
-generators, and the module's buffers and attributes.
+An arrangement says where a batch's samples are in a tensor, and rows say which samples a call was given. The state is
+what a forward may change: random number generators, and the module's buffers and attributes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from opacus_memprof.errors import MemprofError
 
 
 @dataclass
@@ -223,6 +226,67 @@ class Arrangement:
 
 PLAIN = Arrangement()
 CANDIDATES = (PLAIN, Arrangement(sample_major=False), Arrangement(dim=1))
+
+
+class GivenRows:
+    """The rows of memory that a call was given as samples.
+
+    The same rows are the same samples, unless they were written to in between. Equal rows elsewhere may be other
+    samples. The tensors are not kept alive.
+
+    Args:
+        tensors: the tensors of the arguments. Those without a dimension of samples do not count.
+        batch: the number of samples.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], batch: int) -> None:
+        self._batch = batch
+        self._tensors = [
+            (StorageWeakRef(x.untyped_storage()), x._version, x.dtype, int(x.storage_offset()), x.stride(0))  # type: ignore[no-untyped-call]
+            for x in tensors
+            if type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_inference()
+            if x.dim() and len(x) == batch and x.numel() and (x.stride(0) or batch == 1)
+        ]
+
+    def are_gone(self) -> bool:
+        """Returns whether the memory has been freed, and may have been given to others."""
+        return any(storage.expired() for storage, *_ in self._tensors)  # type: ignore[no-untyped-call]
+
+    def overlap(self, others: GivenRows) -> bool:
+        """Returns whether a sample of one call has the same rows in all tensors as a sample of the other."""
+        if not self._tensors or len(self._tensors) != len(others._tensors) or self.are_gone() or others.are_gone():
+            return False
+        shifts = set()
+        for (*own, offset, stride), (*other, other_offset, other_stride) in zip(
+            self._tensors, others._tensors, strict=True
+        ):
+            shift, rest = divmod(other_offset - offset, max(1, stride))
+            if own != other or rest or (stride != other_stride and shift):
+                return False
+            shifts.add(shift)
+        return len(shifts) == 1 and -others._batch < shifts.pop() < self._batch
+
+
+def check_given_once(passes: Iterable[list[GivenRows]], earlier: Iterable[GivenRows]) -> None:
+    """Checks that no sample is in several backward passes of a step, each of which would clip it to C.
+
+    Args:
+        passes: the rows that the forwards of each backward pass were given.
+        earlier: those of earlier physical batches of the step.
+
+    Raises:
+        MemprofError: a sample is in several passes.
+    """
+    known = list(earlier)
+    for own in passes:
+        if any(a.overlap(b) for a in own for b in known):
+            raise MemprofError(
+                "several backward passes of one step were given the same samples (the model's inputs are the same rows "
+                "of the same tensor), so that each of these samples would count several times, up to max_grad_norm "
+                "each time: add their losses up and call backward() once, or call optimizer.step() after each. If they "
+                "are other samples with equal inputs, pass copies (clone())."
+            )
+        known += own
 
 
 def expand_over_batch(x: torch.Tensor, batch: int) -> torch.Tensor:

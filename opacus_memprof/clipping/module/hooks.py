@@ -332,6 +332,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._proofs.begin_forward(call)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
+        self.bookkeeping.note_samples(hooks.forward, tensors_in((call.args, call.kwargs)), hooks.batch)
         hooks.trace = []
         hooks.kept_bytes = 0
         if self.passes == "auto" and torch.cuda.is_available():

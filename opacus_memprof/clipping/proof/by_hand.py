@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.forwards.state import RandomState
+from opacus_memprof.clipping.forwards.state import GivenRows, RandomState
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.proof.summary import halves
@@ -52,6 +52,7 @@ class ForwardByHand:
         self.shapes: list[torch.Size] = []
         batches = [len(each) for each in _tensors((args, kwargs)) if each.dim()]
         self.samples = batches[0] if batches else 0
+        self.given = GivenRows(_tensors((args, kwargs)), self.samples)
 
     def watch(self, output: Any, is_counted: Callable[[], bool]) -> None:
         """Records the gradients of the outputs while `is_counted()` is True. Called when the forward has ended."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.arguments import Check, is_checked
+from opacus_memprof.clipping.forwards.state import GivenRows, check_given_once
 from opacus_memprof.clipping.proof.by_hand import ForwardByHand, Gradients, norm
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.errors import MemprofError
@@ -98,6 +99,7 @@ class StepCheck:
         self._step = 1
         self._is_running = False
         self._forwards: list[ForwardByHand] = []
+        self._given: list[GivenRows] = []  # in earlier physical batches of this step
         self._expected: list[torch.Tensor] | None = None
         self._is_two_pass = isinstance(optimizer, DPOptimizerFastGradientClipping)
         self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
@@ -160,12 +162,14 @@ class StepCheck:
                 self.certificate.checks.add("clipped_sum", self._step)
         if is_last:
             self._expected = None
+            self._given.clear()
             self._step += 1
             self.certificate.count_step(self._optimizer.max_grad_norm, self._optimizer.noise_multiplier)
 
     def _drop_step(self) -> None:
         """Drops the gradients of a refused step. Parameters, accountant and generators do not change."""
         self._expected = None
+        self._given.clear()
         self._optimizer._is_last_step_skipped = False
         self._optimizer.zero_grad()
 
@@ -174,6 +178,9 @@ class StepCheck:
         self._refuse_bounds()
         parameters = self._optimizer.params
         forwards = [each for each in self._forwards if each.cotangents and (each.samples or self._is_sharded)]
+        given = [each.given for each in forwards]
+        check_given_once([[rows] for rows in given], self._given)
+        self._given += given
         if self._expected is None:
             self._expected = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
         self._is_running = True

@@ -256,6 +256,16 @@ def _accumulated(*sizes: int) -> Callable[[], list[Step]]:
     return lambda: [Step([floats(size, 6) for size in sizes]) for _ in range(2)]
 
 
+def _rows_of_one_batch(*rows: Any) -> Callable[[], list[Step]]:
+    """A step whose physical batches are rows of one tensor: views for slices, copies for lists."""
+
+    def steps() -> list[Step]:
+        whole = floats(9, 6)
+        return [Step([{name: x[each] for name, x in whole.items()} for each in rows])]
+
+    return steps
+
+
 _HOLDS = {"holds_frozen": True}
 _TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
@@ -314,6 +324,10 @@ PROGRAMS = [
     Program("batches_accumulated_mean", _chain(), _accumulated(4, 4), "exact", settings={"reduction": "mean"}),
     Program("batches_accumulated_of_sizes", _chain(), _accumulated(4, 2, 7), "exact"),
     Program("batches_accumulated_two_passes", _chain(), _accumulated(4, 2), "exact", settings={"passes": 2}),
+    Program("batches_given_twice", _chain(), _rows_of_one_batch(slice(5), slice(5)), "refused"),
+    Program("batches_that_share_a_sample", _chain(), _rows_of_one_batch(slice(5), slice(4, 9)), "refused"),
+    Program("batches_that_are_slices", _chain(), _rows_of_one_batch(slice(5), slice(5, 9)), "exact"),
+    Program("batches_with_equal_rows", _chain(), _rows_of_one_batch([0, 1, 2], [2, 3, 4]), "exact"),
     Program("batches_of_one", _chain(), of_shape(1, 6, count=2), "exact"),
     Program("batches_of_one_then_more", _chain(), several(lambda: floats(1, 6), lambda: floats(5, 6)), "exact"),
     Program("batches_shrink", _chain(), several(*[lambda n=n: floats(n, 6) for n in (7, 2, 1, 9)]), "exact"),
