@@ -105,6 +105,7 @@ class ExplainedSteps:
         wheres = [where for _, where in outputs]
         call.record.wheres = wheres
         call.record.draws = call.random.has_moved()
+        call.record.computed_in = None if call.situation is None else call.situation.computed_in
         proof = None if call.situation is None else call.situation.record
         call.record.proof = None if proof is None else (proof, proof.forwards)
         self._records[self.hooks.forward] = call.record

@@ -47,6 +47,7 @@ class RecordedForward:
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
+        computed_in: the coarsest dtype in which the module computes; None if that is not known.
         reductions: of the loss over the samples, as far as they are known.
         proof: the record of its situation, and the number of the forward in it.
     """
@@ -61,6 +62,7 @@ class RecordedForward:
     wheres: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    computed_in: torch.dtype | None = None
     reductions: set[str] = field(default_factory=set)
     proof: tuple[SituationRecord, int] | None = None
 
@@ -251,6 +253,7 @@ def check_explained(
 
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
     dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
+    dtypes += [forward.computed_in for forward in recorded if forward.computed_in is not None]
     low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
     wrong, _ = wrong_sums(((p, Sum(total, [], low)) for p, total in _sums(each, workspace)), autograd)
     if wrong:

@@ -64,6 +64,7 @@ class Probe(SampleForwards):
     Attributes:
         refuses_writes: whether a forward that writes to parameters is refused. FSDP2's own forward does.
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        computed_in: the coarsest dtype in which the model computes with its inputs; None if that is not known.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Probe(SampleForwards):
         self.registry, self.attach = registry, attach
         self.wheres: list[Arrangement | None] = []
         self.refuses_writes = False
+        self.computed_in: torch.dtype | None = None
         self._inside = set(model.modules())
 
     def layouts(self) -> dict[Layer, Layout]:

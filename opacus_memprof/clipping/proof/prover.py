@@ -77,6 +77,7 @@ class Program:
         trained: names of the trained parameters.
         leaves_caches_out: whether tensors in caches of keys and values get no gradients, as a loss that uses them is
             refused.
+        computed_in: the coarsest dtype in which the module computes; None if that is the tensors' own.
         places: for a part of a batch, which of its samples it has, in order; None for the first.
     """
 
@@ -91,6 +92,7 @@ class Program:
     wheres: list[Arrangement | None]
     trained: dict[nn.Parameter, str]
     leaves_caches_out: bool = False
+    computed_in: torch.dtype | None = None
     places: list[int] | None = None
 
     def leaves(self) -> tuple[list[Any], Any]:
@@ -319,7 +321,8 @@ class Prover:
         raise AssertionError
 
     def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> Run:
-        recorder = RowRecorder(self.workspace)
+        computed_in = self.program.computed_in
+        recorder = RowRecorder(self.workspace, computed_in)
         with self._running(recorder) as trace:
             outputs, wheres = self._outputs(leaves, structure)
             trace = list(trace)  # backward adds layers that checkpoints run again
@@ -327,7 +330,8 @@ class Prover:
             batch, random = self.program.batch, self.program.random
             end = random.later()
             draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
-            rows = [Rows.of(w.by_sample(o, batch)) for o, w in zip(outputs, wheres, strict=True) if w is not None]
+            known = [w.by_sample(o, batch) for o, w in zip(outputs, wheres, strict=True) if w is not None]
+            rows = [Rows.of(x, computed_in) for x in known]
             drawn, places = self.program.drawn, self.program.places
             given = cotangents(outputs, wheres, drawn, kept.to(torch.float64), shared, places)
             torch.autograd.backward(outputs, given)
@@ -335,7 +339,7 @@ class Prover:
 
     def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         batch = self.program.batch
-        recorder = ManyRecorder(self.workspace, batch)
+        recorder = ManyRecorder(self.workspace, batch, self.program.computed_in)
         with self._running(recorder):
             outputs, wheres = self._outputs(leaves, structure)
             for output, where in zip(outputs, wheres, strict=True):

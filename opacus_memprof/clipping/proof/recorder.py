@@ -112,6 +112,7 @@ class RowRecorder:
 
     Args:
         workspace: limit on temporaries.
+        computed_in: see `Rows.of`.
 
     Attributes:
         records: the records in the order of backward.
@@ -120,15 +121,15 @@ class RowRecorder:
     is_captured = False
     refusal = KeptRefusal()
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, computed_in: torch.dtype | None = None) -> None:
+        self.workspace, self.computed_in = workspace, computed_in
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
         """Does the same as `Bookkeeping.add`."""
         found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
         for kind, tensor in _recorded(layer, x, g, self.workspace):
-            found[kind].append(Rows.of(tensor))
+            found[kind].append(Rows.of(tensor, self.computed_in))
         self.records.append(Record(layer, found["input"], found["gradient"], found["own"]))
 
     def of_layer(self, layer: Layer) -> list[Record]:
@@ -147,9 +148,9 @@ class ManyRecorder:
     is_captured = False
     refusal = KeptRefusal()
 
-    def __init__(self, workspace: Workspace, batch: int) -> None:
+    def __init__(self, workspace: Workspace, batch: int, computed_in: torch.dtype | None = None) -> None:
         self.workspace = workspace
-        self.rows = ManyRows(batch)
+        self.rows = ManyRows(batch, computed_in)
         self.places: list[tuple[Layer | None, str]] = []
 
     def note(self, layer: Layer | None, kind: str, x: torch.Tensor) -> None:

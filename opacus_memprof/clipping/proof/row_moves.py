@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.proof.probe import Probe
+from opacus_memprof.clipping.proof.summary import coarser
 
 _SAMPLES = 7
 """A number of samples that is unlikely to equal the size of another dimension."""
@@ -27,7 +28,7 @@ _CONSTANTS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
 def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]]]:
     """Returns the smallest modules that move rows and bring them back, innermost first.
 
-    Each comes with the modules in it that may get moved rows.
+    Each comes with the modules in it that may get moved rows. Sets `probe.computed_in` as well.
 
     Args:
         probe: the probe of the model, with the samples that are tried.
@@ -36,6 +37,7 @@ def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]
     watch = _Watch(modules)
     with modules.watching(), watch:
         probe.run_samples(range(_SAMPLES), watch.add_inputs)
+    probe.computed_in = watch.computed_in
     return modules.closed()
 
 
@@ -125,6 +127,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
         self._data: dict[int, StorageWeakRef] = {}
+        self.computed_in: torch.dtype | None = None  # the coarsest dtype of a result that depends on the inputs
 
     def add_inputs(self, leaves: list[Any]) -> None:
         """Marks the model's inputs."""
@@ -151,8 +154,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(_CONSTANTS):
             return result
         # Python may have computed it from the inputs: a length that was read, a list that was sorted.
-        if name == "lift_fresh" or any(map(self._is_data, tree_flatten((args, kwargs))[0])):
+        depends = any(map(self._is_data, tree_flatten((args, kwargs))[0]))
+        if depends or name == "lift_fresh":
             self._mark(result)
+        for x in tree_flatten(result)[0] if depends else ():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.computed_in = coarser(x.dtype, self.computed_in)
         return result
 
     def _moves_rows(self, func: Any, args: Any, kwargs: Any) -> bool:

@@ -60,6 +60,7 @@ class Situation:
         layouts: the position of samples in the tensors of layers.
         plain: the PlainLayers, by module.
         wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        computed_in: the coarsest dtype in which the model computes with its inputs; None if that is not known.
         traces: the orders of layer calls that are proved; see `order_of`.
         patterns: the patterns of proved forwards' autograd graphs, from their outputs; see `graph_patterns`.
         operations: the operations that proved forwards have run, and their numbers.
@@ -74,6 +75,7 @@ class Situation:
     layouts: dict[Layer, Layout]
     plain: dict[nn.Module, PlainLayer]
     wheres: list[Arrangement | None]
+    computed_in: torch.dtype | None = None
     traces: list[Order] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
     operations: OperationLog = field(default_factory=OperationLog)
@@ -286,6 +288,7 @@ class Situations:
         This is the whole batch, more for a small batch, or fewer if memory is not enough for all.
         """
         batch, leaves = self.hooks.batch, probe.leaves
+        situation.computed_in = probe.computed_in
         if count > batch:
             leaves = probe.leaves_of(range(count))
         elif count < batch:
@@ -321,6 +324,7 @@ class Situations:
     ) -> Prover:
         wheres, trained, leaves_caches_out = situation.wheres, self.trained, bool(situation.repeats())
         program = Program(entry, run, self.hooks, *given, batch, batch, random, wheres, trained, leaves_caches_out)
+        program.computed_in = situation.computed_in
         return Prover(program, self.workspace)
 
     def _units_changed(self) -> None:

@@ -28,7 +28,7 @@ class Rows:
 
     Attributes:
         shape: the shape of the tensor.
-        dtype: the dtype of the tensor.
+        dtype: the dtype of the tensor, or a coarser one in which a part of it was computed.
         bits: hashes of the bits, [B].
         projections: products with random vectors, [B, 4], whose differences are about as large as those of the samples.
         norms: Euclidean norms, [B].
@@ -46,9 +46,12 @@ class Rows:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, x: torch.Tensor) -> Rows:
-        """Returns the summary of `x`, [B, ...], computed for a few samples at a time."""
-        shape, dtype = x.shape, x.dtype
+    def of(cls, x: torch.Tensor, computed_in: torch.dtype | None = None) -> Rows:
+        """Returns the summary of `x`, [B, ...], computed for a few samples at a time.
+
+        `computed_in` is the dtype of its summary if it is coarser.
+        """
+        shape, dtype = x.shape, coarser(x.dtype, computed_in)
         x = x.detach()
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
@@ -82,6 +85,13 @@ class Rows:
         return relative_differences(self.projections - other.projections, self.norms, self.bits == other.bits)
 
 
+def coarser(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of two that rounds more; the first if it does not round, as integers."""
+    if other is None or not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    return max(dtype, other, key=lambda each: torch.finfo(each).eps)
+
+
 def relative_differences(of_projections: torch.Tensor, norms: torch.Tensor, is_same: torch.Tensor) -> torch.Tensor:
     """Returns the distances of samples relative to their norms, [...]; 0 for the same bits.
 
@@ -100,6 +110,7 @@ class ManyRows:
 
     Args:
         batch: B.
+        computed_in: see `Rows.of`.
 
     Attributes:
         kinds: shape and dtype of each tensor, in the order in which they were added.
@@ -107,7 +118,8 @@ class ManyRows:
 
     _MOST_BYTES = 1 << 27
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, computed_in: torch.dtype | None = None) -> None:
+        self._computed_in = computed_in
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._batch = batch
         self._waiting: dict[Any, list[tuple[int, torch.Tensor]]] = {}
@@ -126,7 +138,7 @@ class ManyRows:
         if not x.dim() or len(x) != self._batch:
             raise ValueError(f"a tensor of shape {tuple(x.shape)} has no rows for {self._batch} samples")
         self._waiting.setdefault((x.shape, x.dtype, x.device), []).append((len(self.kinds), x.detach()))
-        self.kinds.append((x.shape, x.dtype))
+        self.kinds.append((x.shape, coarser(x.dtype, self._computed_in)))
         self._bytes += x.numel() * x.element_size()
         if self._bytes > self._MOST_BYTES:
             self._summarize()

@@ -41,9 +41,21 @@ def _mixing_weakly() -> nn.Module:
     return Graph(forward, first=nn.Linear(6, 16), last=nn.Linear(16, 12))
 
 
+def _rounded_by_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Stands for a kernel whose last bits depend on the size of the batch."""
+    h = m.first(x)
+    return m.last((h.to(m.dtype) * (1 + 1e-7 * len(x))).to(h.dtype))
+
+
+def _part_in(dtype: torch.dtype) -> Callable[[], nn.Module]:
+    return lambda: Graph(_rounded_by_size, first=nn.Linear(6, 6), last=nn.Linear(6, 3), dtype=dtype)
+
+
 _BF16, _FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}
 PROGRAMS = [
     Program("precision_rounds_anew_and_mixes", _mixing_weakly, of_shape(8, 6), "refused", loss_of_the_model),
+    Program("precision_float32_inside", _part_in(torch.float32), of_shape(5, 6), "exact", settings={"tolerance": 1e-5}),
+    Program("precision_weak_mixing_in_float64", _part_in(torch.float64), of_shape(5, 6), "refused"),
     # Added up in bf16, a sum of ones stays at 256.
     *(
         Program(f"precision_{name}", _linear, steps, "exact", settings={**settings, "removes": False})
