@@ -154,8 +154,8 @@ void note_written_by_kernel(const at::Tensor& tensor) {
   note_not_computed(tensor);
 }
 
-void capture_allocation(void* stream, Span span) {
-  if (is_capturing()) add_work(stream, [span] { ranges().reset(span); });
+bool capture_allocation(void* stream, std::function<void()> work) {
+  return is_capturing() && add_work(stream, std::move(work));
 }
 
 }  // namespace opacus_memprof::virtual_values

@@ -29,7 +29,7 @@ void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
 // where its stream is captured, from each replay on.
 void note_written_by_kernel(const at::Tensor& tensor);
 
-// Adds to the graph that the memory is handed out anew there, where `stream` is captured.
-void capture_allocation(void* stream, Span span);
+// Where `stream` is captured, adds what a new block needs to the graph, and answers true.
+bool capture_allocation(void* stream, std::function<void()> work);
 
 }  // namespace opacus_memprof::virtual_values

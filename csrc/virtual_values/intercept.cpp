@@ -38,13 +38,13 @@ constexpr std::size_t kCounters = 4096;
 void on_allocator_event(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::ALLOC) return;
   const Span span{entry.addr_, entry.addr_ + entry.size_};
-  ranges().reset(span);
   note_block(span);
-  capture_allocation(entry.stream_, span);
-  if (entry.size_ <= kCounters) {
-    std::memset(reinterpret_cast<void*>(entry.addr_), 0,
-                entry.size_);  // NOLINT(performance-no-int-to-ptr)
-  }
+  const auto begin = [span] {
+    ranges().reset(span);
+    if (span.size() <= kCounters) std::memset(bytes_at(span.begin), 0, span.size());
+  };
+  // While a graph is captured, its pool still holds what the first replay may read.
+  if (!capture_allocation(entry.stream_, begin)) begin();
 }
 
 // The allocator takes a listener only when it has been initialized, which the first CUDA tensor

@@ -51,10 +51,11 @@ bool has_compound_kernel(const c10::OperatorHandle& handle) {
 constexpr std::array<std::string_view, 2> kFresh{"aten::empty", "aten::empty_strided"};
 
 // The first argument is overwritten without being read.
-constexpr std::array<std::string_view, 11> kOverwrite{
-    "aten::copy_",    "aten::fill_",       "aten::zero_",      "aten::normal_",
-    "aten::uniform_", "aten::random_",     "aten::bernoulli_", "aten::exponential_",
-    "aten::cauchy_",  "aten::log_normal_", "aten::geometric_"};
+constexpr std::array<std::string_view, 13> kOverwrite{
+    "aten::copy_",         "aten::fill_",       "aten::zero_",      "aten::normal_",
+    "aten::uniform_",      "aten::random_",     "aten::bernoulli_", "aten::exponential_",
+    "aten::cauchy_",       "aten::log_normal_", "aten::geometric_", "aten::_foreach_copy_",
+    "aten::_foreach_zero_"};
 
 // Results that are arguments, and that are not read either.
 constexpr std::array<std::string_view, 2> kFillsArguments{"aten::_cummax_helper",

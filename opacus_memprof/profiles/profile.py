@@ -6,6 +6,8 @@ physical one (a call of optimizer.step), `logical_step` one of the privacy accou
 in events.bin; None if there is no record of this instant. `categories` are bytes by category of reports.
 """
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -346,6 +348,7 @@ class VirtualGpus(JsonObject):
         not_computed: by operation, how often the CPU could not execute it.
         default_answers: by symbol, calls that returned success and did nothing.
         estimated_workspaces: convolutions whose workspace was estimated.
+        proofs_left_out: whether flash_clip's proofs were left out, whose memory a real GPU would need in first steps.
     """
 
     gpu: str
@@ -357,6 +360,7 @@ class VirtualGpus(JsonObject):
     not_computed: dict[str, int] | UnsetType = UNSET
     default_answers: dict[str, int] | UnsetType = UNSET
     estimated_workspaces: EstimatedWorkspaces | UnsetType = UNSET
+    proofs_left_out: bool | UnsetType = UNSET
 
 
 Virtual = VirtualGpus | UnsetType  # UNSET for a run on real devices
@@ -369,17 +373,30 @@ def virtual_gpu_of(virtual: Virtual) -> str | None:
 
 def virtual_mark(virtual: Virtual) -> str | None:
     """Returns the first sentence of every report of a run on virtual GPUs; None for a run on real devices."""
-    name = virtual_gpu_of(virtual)
-    if name is None:
+    if virtual is UNSET:
         return None
-    estimated = virtual.estimated_workspaces if virtual is not UNSET else UNSET
-    if estimated is UNSET or not estimated.convolutions:
+    name, limits = virtual_gpu_of(virtual), "".join(_limits_of(virtual)).removeprefix("; ")
+    if not limits:
         return f"on a {name}: memory is counted as on a real one, and values of large tensors were not computed"
-    return (
-        f"on a {name}: memory is counted as on a real one (estimated workspaces of convolutions: "
-        f"{estimated.convolutions}, at most {format_bytes(estimated.largest_bytes)}), and values of large tensors were "
-        "not computed"
-    )
+    return f"on a {name}: memory is counted as on a real one ({limits}), and values of large tensors were not computed"
+
+
+_LIBRARY_WITHOUT_WORKSPACE = re.compile(r"(cufft)\w*MakePlan\w*|(cusolver|cusparse)\w*_bufferSize\w*")
+_LIBRARIES = {"cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE"}
+
+
+def _limits_of(virtual: VirtualGpus) -> Iterator[str]:
+    """Yields what is not counted, or not exactly, in words."""
+    estimated = virtual.estimated_workspaces
+    if estimated is not UNSET and estimated.convolutions:
+        size = format_bytes(estimated.largest_bytes)
+        yield f"; estimated workspaces of convolutions: {estimated.convolutions}, at most {size}"
+    answers = {} if virtual.default_answers is UNSET else virtual.default_answers
+    found = filter(None, map(_LIBRARY_WITHOUT_WORKSPACE.fullmatch, answers))
+    if libraries := sorted({_LIBRARIES[each[1] or each[2]] for each in found}):
+        yield f"; without workspaces of {', '.join(libraries)}"
+    if virtual.proofs_left_out is not UNSET and virtual.proofs_left_out:
+        yield "; without the proofs of flash_clip, which may make the peak of first steps higher"
 
 
 class Profile(JsonObject, kw_only=True):

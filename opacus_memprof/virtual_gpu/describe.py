@@ -12,7 +12,7 @@ from opacus_memprof.profiles.profile import EstimatedWorkspaces, UnknownUse, Vir
 from opacus_memprof.virtual_gpu.collectives import OBJECTS
 from opacus_memprof.virtual_gpu.decisions import decides
 from opacus_memprof.virtual_gpu.devices import Gpu
-from opacus_memprof.virtual_gpu.process import active, default_answers, estimated_workspaces
+from opacus_memprof.virtual_gpu.process import active, default_answers, estimated_workspaces, proofs_left_out
 
 if TYPE_CHECKING:
     from opacus_memprof.virtual_gpu.values import Use
@@ -110,6 +110,7 @@ def describe_run() -> VirtualGpus | None:
         not_computed=counts.not_computed,
         default_answers=counts.default_answers,
         estimated_workspaces=EstimatedWorkspaces(convolutions, largest_bytes),
+        proofs_left_out=proofs_left_out(),
     )
 
 

@@ -42,6 +42,7 @@ class VirtualGpu:
 
 _active: VirtualGpu | None = None
 _library: ctypes.CDLL | None = None
+_proofs_left_out = False
 
 
 def active() -> VirtualGpu | None:
@@ -158,6 +159,11 @@ def estimated_workspaces() -> tuple[int, int]:
     return answer(ctypes.byref(largest)), largest.value
 
 
+def proofs_left_out() -> bool:
+    """Returns whether flash_clip has left out a proof, for which a real GPU would need memory that is not counted."""
+    return _proofs_left_out
+
+
 def _configure_compilers(libraries: Path) -> None:
     """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
@@ -165,6 +171,7 @@ def _configure_compilers(libraries: Path) -> None:
     _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
     _on_import("triton.compiler.compiler", _note_what_kernels_write)
     _on_import("torch._inductor.config", _compile_here)
+    _on_import("torch.cuda.graphs", lambda graphs: _print_graphs(graphs, libraries))
     _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
     _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
 
@@ -207,6 +214,18 @@ def _use_separate_cache(cache: Any) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"
 
 
+def _print_graphs(graphs: Any, libraries: Path) -> None:
+    """Makes `CUDAGraph.debug_dump` ask the virtual GPU: recent torch asks cuda-bindings, which has its own runtime."""
+
+    def dump(graph: Any, path: str, *, verbose: bool = True) -> None:
+        runtime = ctypes.CDLL(str(libraries / "libcuda.so.1"))
+        if runtime.cudaGraphDebugDotPrint(ctypes.c_void_p(graph.raw_cuda_graph()), os.fsencode(path), 0):
+            raise OSError(f"{path} cannot be written")
+
+    if hasattr(graphs, "_dump_graph_dot"):
+        graphs._dump_graph_dot = dump
+
+
 def _believe_noise_kernel(noise: Any) -> None:
     """Makes flash_clip use its noise kernel, although its values cannot be compared with torch's here."""
     compare = noise.draws_as_torch
@@ -215,7 +234,16 @@ def _believe_noise_kernel(noise: Any) -> None:
 
 def _leave_proofs_out(situations: Any) -> None:
     """Makes flash_clip skip its proofs, which compare values that a virtual GPU does not compute."""
-    situations.knows_numbers = False
+    make = situations.Situations.__init__
+
+    @functools.wraps(make)
+    def make_without_proofs(self: Any, *args: Any, **named: Any) -> None:
+        global _proofs_left_out
+        make(self, *args, **named)
+        _proofs_left_out = _proofs_left_out or self.check != "off"
+        self.check = "off"
+
+    situations.Situations.__init__ = make_without_proofs
 
 
 def _note_what_kernels_write(compiler: Any) -> None:

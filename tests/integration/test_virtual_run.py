@@ -224,7 +224,7 @@ def main():  # after it the model is gone, as in most programs
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.Adam(model.parameters()), data_loader=DataLoader(data, batch_size=64),
         noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=MODE,
-        check="off" if MODE == "flash_clip" else None,
+        check="first" if MODE == "flash_clip" else None,
     )
     for features, labels in loader:
         nn.functional.cross_entropy(model(features.cuda()), labels.cuda()).backward()
@@ -241,7 +241,9 @@ def test_what_could_be_is_what_a_run_with_it_takes(tmp_path: Path) -> None:
         (tmp_path / mode).mkdir()
         completed = of_script(tmp_path / mode, f"MODE = {mode!r}{IN_A_MODE}")
         assert completed.returncode == 0, completed.stderr
-        devices[mode] = profile_of(tmp_path / mode / "out")["devices"]["cuda:0"]
+        profile = profile_of(tmp_path / mode / "out")
+        devices[mode] = profile["devices"]["cuda:0"]
+        assert profile["virtual"]["proofs_left_out"] == (mode == "flash_clip")
     predicted = {each["title"]: each["predicted_peak_bytes"] for each in devices["hooks"]["improvements"]}
     actual = devices["flash_clip"]["peak"]["requested_bytes"]
     assert actual < devices["hooks"]["peak"]["requested_bytes"] / 2

@@ -20,6 +20,7 @@ from opacus_memprof.analysis.live import ProfileFollower
 from opacus_memprof.analysis.oom import build_report
 from opacus_memprof.analysis.profile import build_profile, load_profile
 from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.language import in_language, tr_sentence
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.profile import EstimatedWorkspaces, Profile, VirtualGpus, virtual_mark
@@ -77,6 +78,24 @@ def test_estimated_workspaces_are_said_and_measured_ones_are_not(killed: Path) -
         text = " ".join(printed(print_profile, view_profile(profile)).split())
         assert (said in text) == (convolutions > 0)
         assert json.loads(to_json(profile))["virtual"]["estimated_workspaces"]["convolutions"] == convolutions
+
+
+def test_what_is_not_counted_is_said_in_the_first_sentence() -> None:
+    answers = {"cufftXtMakePlanMany": 2, "cusolverDnXgeqrf_bufferSize": 1, "cusolverDnCreate": 1, "cufftSetStream": 1}
+    proofs = "without the proofs of flash_clip, which may make the peak of first steps higher"
+    whole = VirtualGpus(
+        **H200, default_answers=answers, estimated_workspaces=EstimatedWorkspaces(1, 2**20), proofs_left_out=True
+    )
+    assert (
+        "counted as on a real one (estimated workspaces of convolutions: 1, at most 1.00 MiB; "
+        f"without workspaces of cuFFT, cuSOLVER; {proofs}), and" in str(virtual_mark(whole))
+    )
+    assert "cuSOLVER" not in str(virtual_mark(replace(whole, default_answers={"cusolverDnCreate": 1})))
+    clean = VirtualGpus(**H200, default_answers={}, proofs_left_out=False)
+    assert "counted as on a real one, and" in str(virtual_mark(clean))
+    with in_language("zh"):
+        said = tr_sentence(str(virtual_mark(whole)))
+    assert "1 个卷积工作区是估计的，最大 1.00 MiB；不含 cuFFT, cuSOLVER 的工作区；不含 flash_clip 的证明" in said
 
 
 def test_what_the_end_knows_replaces_what_the_start_knew(killed: Path) -> None:

@@ -33,8 +33,6 @@ from opacus_memprof.errors import MemprofError
 
 _LEAST = 4
 """Least number of samples in a proof of mixing. Smaller batches are filled with samples made from theirs."""
-knows_numbers = True
-"""Whether tensors have true values. They do not on a virtual GPU, where nothing is proved."""
 _SHARE = 16
 """A repeated check uses one part of the batch out of so many."""
 
@@ -117,7 +115,7 @@ class Situations:
         agreement: Agreement | None = None,
     ) -> None:
         self.units, self.hooks, self.workspace = units, hooks, workspace
-        self.check: Check = check if knows_numbers else "off"
+        self.check: Check = check
         self.run, self.attach, self.trained = run, attach, trained
         self.agreement = agreement
         self.arguments = Arguments()

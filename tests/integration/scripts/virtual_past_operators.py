@@ -211,6 +211,66 @@ def graphs_of_one_pool(device: str) -> Any:
 
 
 @program
+def first_replay_over_memory_that_was_freed(device: str) -> Any:
+    value = numbers(device, 4)
+    if device == "cpu":
+        return [value * 2 + 1]
+    first, graph, pool = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with torch.cuda.graph(first, pool=pool):
+        given = torch.empty_like(value)
+    given.copy_(value)
+    kept = torch.as_tensor(Array(given.data_ptr()), device=device)
+    with torch.cuda.graph(graph, pool=pool):
+        doubled = kept * 2
+        del given, first  # what follows may get its memory
+        result = doubled + 1
+    graph.replay()
+    return [result]
+
+
+@program
+def compiled_into_graphs(device: str) -> Any:
+    layer = nn.Linear(3, 2).to(device)
+    for parameter in layer.parameters():
+        parameter.data.copy_(numbers(device, *parameter.shape))
+    function = torch.compile(layer, backend="cudagraphs") if device == "cuda" else layer
+    found = []
+    for step in range(4):
+        loss = function(numbers(device, 5, 3) * step).pow(2).mean()
+        (gradient,) = torch.autograd.grad(loss, layer.weight)
+        found += [loss.item(), gradient.clone()]  # what it has computed is overwritten by the next
+    return found
+
+
+@program
+def graph_that_is_printed(device: str) -> Any:
+    value = numbers(device, 3)
+    if device == "cpu":
+        return value + 1
+    graph = torch.cuda.CUDAGraph()
+    graph.enable_debug_mode()
+    with torch.cuda.graph(graph):
+        result = value + 1
+    with tempfile.TemporaryDirectory() as folder:
+        graph.debug_dump(f"{folder}/graph.dot")
+        text = Path(folder, "graph.dot").read_text()
+    assert text.startswith("digraph"), text
+    assert "node_0" in text
+    graph.replay()
+    return result
+
+
+@program
+def copies_of_lists_into_new_memory(device: str) -> Any:
+    given = [numbers(device, 3), numbers(device, 2, 2)]
+    copies = [torch.empty_like(each) for each in given]
+    torch._foreach_copy_(copies, given)
+    zeros = [torch.empty(5, device=device)]
+    torch._foreach_zero_(zeros)
+    return [*copies, *zeros]
+
+
+@program
 def training_in_a_graph(device: str) -> Any:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).to(device)
     for parameter in model.parameters():
