@@ -31,6 +31,7 @@ _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-
 _SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
+_MORE = re.compile("(?<=, )[0-9]+ more$")  # the end of a list that is cut
 _PUNCTUATION = re.compile("[，。；：、）](?=[^，。；：、）\\s])")
 _BETWEEN_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z])")
 
@@ -76,8 +77,11 @@ def tr_sentence(sentence: str, least_words: int = 0) -> str:
 
 def _filled(translation: str, found: re.Match[str]) -> str:
     """Returns a translation with the parts of the sentence that its names stand for."""
-    parts = found.groupdict().items()
-    return translation.format(**{name: part if name in _VERBATIM else tr_sentence(part) for name, part in parts})
+
+    def of_reader(name: str, part: str) -> str:
+        return _MORE.sub(lambda more: tr_sentence(more[0]), part) if name in _VERBATIM else tr_sentence(part)
+
+    return translation.format(**{name: of_reader(name, part) for name, part in found.groupdict().items()})
 
 
 def tr_help(text: str) -> str:

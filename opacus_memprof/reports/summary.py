@@ -32,6 +32,7 @@ from opacus_memprof.reports.text import (
     print_job,
     print_unattributed,
     print_warnings,
+    privacy_sentence,
     status_markup,
     table_of,
 )
@@ -140,7 +141,7 @@ def print_summary(view: ProfileView | JobView, console: Console, has_shown_failu
     print_warnings(profile.warnings, console)
     for sentence, count in Counter(view.privacy).items():
         times = f" (×{count})" if count > 1 else ""  # noqa: RUF001
-        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(tr_sentence(sentence))}{times}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(privacy_sentence(sentence))}{times}", highlight=False)
 
 
 def print_failure(report: OomReport, console: Console) -> None:

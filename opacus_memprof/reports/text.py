@@ -40,7 +40,20 @@ def print_report(view: ProfileView | JobView, console: Console) -> None:
     else:
         print_profile(view, console)
     for sentence in view.privacy:
-        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(tr_sentence(sentence))}", highlight=False)
+        console.print(f"\n[bold]{tr('Privacy check:')}[/] {escape(privacy_sentence(sentence))}", highlight=False)
+
+
+def privacy_sentence(sentence: str) -> str:
+    """Returns the result of a privacy check in the current language, in which each of its parts is translated alone."""
+    said, first, why = sentence.removesuffix(".").partition(", first: ")
+    if not re.match(r"\w+ on \S+; ", said):
+        return tr_sentence(sentence)  # that it could not be read
+    parts = [tr(", ").join(map(tr_sentence, re.split(", (?=[a-z])", part))) for part in said.split("; ")]
+    if first:
+        known = (tr_sentence(end, least_words=2) for end in (f"{why}.", why))  # some refusals end with a point
+        reason = next((each for each in known if not each.startswith(why)), why)
+        parts[-1] += tr(", first: {why}", why=reason.removesuffix("。"))
+    return tr("{sentences}.", sentences=tr("; ").join(parts))
 
 
 def print_profile(view: ProfileView, console: Console) -> None:

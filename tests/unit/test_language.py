@@ -29,7 +29,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
 from opacus_memprof.reports.diff import diff_markdown, print_diff, print_tax
 from opacus_memprof.reports.oom import print_oom
-from opacus_memprof.reports.text import print_report
+from opacus_memprof.reports.text import print_report, privacy_sentence
 from opacus_memprof.running.program import print_exception
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
 from tests.unit.test_summary import out_of_memory, private_profile
@@ -298,6 +298,11 @@ def test_a_sentence_is_translated_with_its_parts() -> None:
         assert language.tr_sentence(
             "a physical batch of at most 1 sample instead of 4, and the same logical batch"
         ) == ("物理批次最多 1 个样本（现为 4），逻辑批次不变")
+        many = (
+            "T x T matrices take 3.00 GiB for 1 sample of 16 tokens; the 6 x 2 per-sample gradients that they avoid "
+            "would take 48.02 MiB, and the same holds for 80 more layers (a 3.00 GiB, 78 more)"
+        )
+        assert language.tr_sentence(many).endswith("另外 80 层也是如此（a 3.00 GiB, 另外 78 项）")
         assert language.tr_sentence("words of nobody") == "words of nobody"
     assert language.tr_sentence(english) == english
 
@@ -517,3 +522,21 @@ def test_columns_stand_under_one_another_in_chinese() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("按类别占用"))
     assert len({cell_len(line.rstrip()) for line in lines[at : at + 2]}) == 1
     assert max(map(cell_len, lines)) <= 80
+
+
+def test_a_privacy_check_is_said_in_chinese_part_by_part() -> None:
+    refusal = "the model must be in training mode: call train() before make_private"
+    english = (
+        "flash_clip on Net; 3 steps; 2 situations proved, mixing and sums at forwards 1, 2, ..., 64, "
+        f"gradients explained by the outputs at forward 1; 1 refusal, first: {refusal}."
+    )
+    assert privacy_sentence(english) == english
+    with in_language("zh"):
+        assert privacy_sentence(english) == (
+            "Net 使用 flash_clip；3 步；证明了 2 种情形，样本混合和求和（第 1, 2, ..., 64 次前向传播），"
+            "梯度可由输出解释（第 1 次前向传播）；1 次拒绝，最先为：模型必须处于训练模式："
+            "在 make_private 之前调用 train()。"
+        )
+        assert privacy_sentence('ghost on Net; nothing was proved (check="off").') == (
+            'Net 使用 ghost；没有做任何证明（check="off"）。'
+        )

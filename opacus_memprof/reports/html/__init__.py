@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 # Where content has sentences, which are stored in English and shown in the language of who reads them.
 _SENTENCES = {
     "computed", "details", "effect", "evidence", "explanation", "headline", "heading", "lead", "lines", "note",
-    "privacy_check", "remedy", "title", "virtual_mark", "warnings", "where",
+    "remedy", "title", "virtual_mark", "warnings", "where",
 }  # fmt: skip
 
 

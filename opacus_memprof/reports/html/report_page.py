@@ -23,6 +23,7 @@ from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import DeviceSnapshot, FailedAllocation, Groups, Timeline
 from opacus_memprof.reports.figures import CATEGORY_COLORS
 from opacus_memprof.reports.html import build_page
+from opacus_memprof.reports.text import privacy_sentence
 
 _SCRIPTS = [
     "base.js",
@@ -155,7 +156,7 @@ def _run(view: ProfileView, share: float) -> dict[str, Any]:
             },
         },
         "advice": None if view.out_of_memory is None else _advice(view.out_of_memory),
-        "privacy_check": view.privacy,
+        "privacy_check": [privacy_sentence(sentence) for sentence in view.privacy],
         "tax": view.tax,
     }
 
