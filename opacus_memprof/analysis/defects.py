@@ -398,6 +398,7 @@ DEFECTS = (
     "checkpoint_captures",
     "growing_memory",
     "activations_of_earlier_steps",
+    "forwards_without_backward",
 )
 
 # Defects come first.
@@ -413,6 +414,10 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     captures_without_backward,
     growing_memory,
     findings.activations_of_earlier_steps,
+    findings.forwards_without_backward,
+    findings.batches_on_device,
+    findings.per_sample_gradients_by_hand,
+    findings.gradients_of_other_models,
     findings.models_of_earlier_runs,
     findings.frozen_per_sample_gradients,
     findings.unused_per_sample_gradients,

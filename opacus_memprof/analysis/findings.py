@@ -17,6 +17,7 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 # Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch have larger
 # effects.
 MATERIAL = 0.01
+SEVERAL_FORWARDS = 4  # before one backward pass, as of pairs and their views
 _OFTEN = 3  # once can be a batch that the program skips
 
 
@@ -211,6 +212,94 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
             )
 
 
+def per_sample_gradients_by_hand(run: Run) -> Iterator[Finding]:
+    """Finds per-sample gradients that the program computes itself, by torch.func."""
+    for _, fact in run.facts_of("samples_by_hand"):
+        for device, entry in run.devices.items():
+            categories = entry.peak.categories
+            size = sum(categories.get(name, 0) for name in ("unattributed", "backward_temporaries", "gradients"))
+            if run.is_material(device, min(fact["bytes"], size)) and 2 * size > fact["bytes"]:
+                yield Finding(
+                    "per_sample_gradients_by_hand",
+                    "",
+                    fact["bytes"],
+                    f"vmap(grad(...)) computes the gradients of {format_count(fact['samples'], 'sample')} at once, "
+                    f"{format_bytes(fact['bytes'])}, and {format_bytes(size)} of gradients and what is computed from "
+                    f"them were live at the peak of {device}",
+                    BY_PARTS,
+                    device=device,
+                )
+
+
+BY_PARTS = (
+    "compute, clip and add up the gradients of a part of the batch at a time, then add noise and step once; or train "
+    'with opacus_memprof.PrivacyEngine and grad_sample_mode="flash_clip", which forms no per-sample gradients'
+)
+MANY_BATCHES = 3  # batches beside the one in use: fewer hide the time that copying one takes
+
+
+def batches_on_device(run: Run) -> Iterator[Finding]:
+    """Finds batches on the device that wait for their turn, or have had it."""
+    for _, fact in run.facts_of("largest_batch"):
+        for device, entry in run.devices.items():
+            peak = entry.peak
+            blocks = Counter(block.bytes for block in peak.largest_blocks if block.category == "inputs")
+            size = peak.categories.get("inputs", 0) - fact["bytes"]
+            # A batch can be a list of tensors of the same size, or have targets larger than it.
+            if (
+                size >= MANY_BATCHES * fact["bytes"] > 0
+                and max(blocks.values(), default=0) > MANY_BATCHES
+                and run.is_material(device, size)
+            ):
+                lines = {line: sizes["inputs"] for line, sizes in peak.lines.items() if "inputs" in sizes}
+                line = max(lines, key=lambda each: lines[each], default="")
+                yield Finding(
+                    "batches_on_device",
+                    "",
+                    size,
+                    f"at the peak of {device}, {format_bytes(size)} of batches were live beside the one in use of "
+                    f"{format_bytes(fact['bytes'])}: see {line or 'what moves them there'}",
+                    BATCH_BY_BATCH,
+                    device=device,
+                )
+
+
+BATCH_BY_BATCH = (
+    "move each batch to the device when it is its turn, and keep no list or queue of batches there; a DataLoader with "
+    "pin_memory=True and batch.to(device, non_blocking=True) hide the copy"
+)
+
+
+def forwards_without_backward(run: Run) -> Iterator[Finding]:
+    """Finds the graphs of many forward passes that were live at once, as of an evaluation that adds up losses."""
+    for _, fact in run.facts_of("waiting_forwards"):
+        for device, entry in run.devices.items():
+            peak = entry.peak
+            size = peak.categories.get("activations", 0)
+            equal = Counter(
+                (b.module, b.bytes)
+                for b in peak.largest_blocks
+                if b.category == "activations" and b.step == fact["step"]
+            )
+            if peak.step == fact["step"] and min(fact["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
+                yield Finding(
+                    "forwards_without_backward",
+                    "",
+                    size,
+                    f"{fact['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
+                    f"{format_bytes(size)} of activations were live at the peak of {device}: something keeps their "
+                    "graphs, such as a list or a sum of losses or outputs",
+                    NO_GRAPHS,
+                    device=device,
+                )
+
+
+NO_GRAPHS = (
+    "run forward passes that no backward pass follows under torch.no_grad(), and add up loss.item(), not loss; where "
+    "one follows, call loss.backward() for each part instead of adding up the losses"
+)
+
+
 def graphs_without_backward(run: Run) -> Iterator[Finding]:
     """Finds activations of forward passes that no backward pass follows.
 
@@ -232,6 +321,24 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
                     "live",
                     "evaluate under torch.no_grad() or torch.inference_mode(): model.eval() alone keeps all "
                     "activations for a backward pass",
+                    device=device,
+                )
+    for _, fact in run.facts_of("largest_batch"):
+        for device, entry in run.devices.items():
+            peak = entry.peak
+            size = peak.categories.get("forward_temporaries", 0)
+            modules = {block.module for block in peak.largest_blocks if block.category == "forward_temporaries"}
+            is_in_it = (peak.phase, peak.step, True) == ("forward", fact["step"], fact["has_graph"])
+            # Without a graph, a forward pass holds what few modules have made.
+            few = 10 * peak.categories.get("activations", 0) > size or len(modules) < _OFTEN
+            if is_in_it and not few and 2 * size > peak.requested_bytes and not run.facts_of("evaluation_graphs"):
+                yield Finding(
+                    "graphs_without_backward",
+                    "",
+                    size,
+                    f"the peak of {device} is in a forward pass that recorded a graph, and no backward pass used what "
+                    f"it kept: {format_bytes(size)}",
+                    NO_GRAPHS,
                     device=device,
                 )
     for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
@@ -293,14 +400,17 @@ def model_of(module: str) -> tuple[int, str, str]:
     return (int(found[2]), found[1], module[found.end() :]) if found else (1, "the first", module)
 
 
-def earlier_models(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of models that an equal one has followed, by their names, such as `Sequential#2`.
+
+    Models that were made in the same step as the last one are trained in turn, as those of clients are.
 
     Models are equal if modules of the same names have parameters of the same size. A model with activations is still
     trained, as the other part of a pair is.
 
     Args:
         modules: bytes by category of each module.
+        made_in: the step in which each model was made, by its name, as far as known.
     """
     parts: dict[tuple[int, str], dict[str, int]] = {}
     running: set[tuple[int, str]] = set()
@@ -320,13 +430,42 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     if last not in parts:
         return {}
     earlier = (model for model in sorted(parts) if model < last and parts[model] == parts[last])
-    return {model[1]: sizes[model] for model in earlier if model not in running}
+    in_turn = {name for name, step in made_in.items() if step == made_in.get(last[1])}
+    return {model[1]: sizes[model] for model in earlier if model not in running and model[1] not in in_turn}
+
+
+def gradients_of_other_models(run: Run) -> Iterator[Finding]:
+    """Finds per-sample gradients of models that wait for their turn, such as those of clients in federated learning."""
+    made_in = {model_of(name)[1]: fact["step"] for name, fact in run.facts_of("model_named")}
+    for device, entry in run.devices.items():
+        peak = entry.peak
+        blocks = [block for block in peak.largest_blocks if block.category == "per_sample_gradients"]
+        now = {model_of(block.module)[1] for block in blocks if block.step == peak.step}
+        sizes: dict[str, int] = {}
+        for module, categories in peak.modules.items():
+            _, model, _ = model_of(module)
+            if model not in now and (size := categories.get("per_sample_gradients", 0)):
+                sizes[model] = sizes.get(model, 0) + size
+        total = sum(sizes.values())
+        in_turn = len({made_in.get(model) for model in (*sizes, *now)}) == 1
+        if now and in_turn and run.is_material(device, total):
+            yield Finding(
+                "gradients_of_other_models",
+                "",
+                total,
+                f"at the peak of {device}, {format_bytes(total)} of per-sample gradients of "
+                f"{format_count(len(sizes), 'other model')} were live ({largest(sizes)}), which were not being trained "
+                "then: they stay until their optimizer's next zero_grad",
+                "call optimizer.zero_grad() after the last step of each model's turn",
+                device=device,
+            )
 
 
 def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
     """Finds models that are alive at the peak although an equal one has been trained since."""
+    made_in = {model_of(name)[1]: fact["step"] for name, fact in run.facts_of("model_named")}
     for device, entry in run.devices.items():
-        sizes = earlier_models(entry.peak.modules)
+        sizes = earlier_models(entry.peak.modules, made_in)
         total = sum(sizes.values())
         if run.is_material(device, total):
             yield Finding(

@@ -326,6 +326,7 @@ class WatchedModel:
         largest_batch: elements of the largest batch whose shapes were recorded.
         evaluated_in: the latest steps with forward passes in eval mode that recorded graphs.
         largest_trained: elements of the largest batch in training mode.
+        largest_evaluated: the same of evaluations that recorded graphs.
         probe_handles: handles of the probes of the running forward pass.
     """
 
@@ -335,6 +336,7 @@ class WatchedModel:
     largest_batch: int = 0
     evaluated_in: list[int] = field(default_factory=list)
     largest_trained: int = 0
+    largest_evaluated: int = 0
     probe_handles: list[RemovableHandle] = field(default_factory=list)
 
     def remove_probes(self) -> None:
@@ -403,6 +405,9 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     shapes.evaluation = (samples, has_graph) if evaluates else None
     if has_graph:
         shapes.unreleased.append(samples)
+        if shapes.waiting is not None:
+            shapes.waiting += 1
+            observations.record("waiting_forwards", 0, shapes.waiting, step=native.step()[0])
         if root.training:
             model.largest_trained = max(elements, model.largest_trained)
         else:
@@ -414,6 +419,8 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     model.remove_probes()  # the previous forward pass may have raised
     if elements > model.largest_batch:
         model.largest_batch = elements
+        shapes.input_bytes = sum(tensor.nbytes for tensor in native.tensors_in(inputs))
+        observations.record("largest_batch", 0, shapes.input_bytes, step=native.step()[0], has_graph=has_graph)
         model.forward.record_inputs(inputs)
         alive = [(name, reference()) for name, reference in model.modules]
         model.probe_handles[:] = [
@@ -427,8 +434,27 @@ def _record_evaluation(model: WatchedModel, elements: int) -> None:
     if model.evaluated_in[-1:] != [step]:
         model.evaluated_in = [*model.evaluated_in[-_EVALUATIONS:], step]
         observations.record("evaluations_with_graphs", 0, step, steps=model.evaluated_in)
-    if elements > model.largest_trained > 0:
+    if (
+        elements > model.largest_evaluated and elements > model.largest_trained > 0
+    ):  # only the first of equal peaks counts
+        model.largest_evaluated = elements
         observations.record("evaluation_graphs", 0, elements, step=step)
+
+
+def observe_transforms(root: nn.Module) -> None:
+    """Records the batch whose per-sample gradients the program computes itself, by torch.func.vmap(torch.func.grad(f)).
+
+    Its transforms surround the running forward pass of `root`.
+    """
+    shapes, kinds = observations.layer_shapes(), torch._C._functorch.TransformType
+    outer, *inner = torch._C._functorch.get_interpreter_stack() or (None,)
+    if shapes.mode or outer is None or outer.key() != kinds.Vmap or kinds.Grad not in [each.key() for each in inner]:
+        return
+    samples = torch._C._functorch.CVmapInterpreterPtr(outer).batchSize()
+    size = sum(parameter.nbytes for parameter in root.parameters())
+    if samples > 1 and (shapes.by_hand is None or samples > shapes.by_hand[0]):
+        shapes.by_hand = (samples, size)
+        observations.record("samples_by_hand", 0, samples * size, samples=samples)
 
 
 def remove_probes(root: nn.Module) -> None:

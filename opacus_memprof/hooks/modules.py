@@ -23,7 +23,7 @@ from opacus_memprof.hooks.vocabulary import (
     PER_SAMPLE_GRADIENTS,
     AbstractGradSampleModule,
 )
-from opacus_memprof.recording import native
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, is_compile_result, reduce_to_noop, remove_scoped_forward
 from opacus_memprof.recording.faults import contain
 
@@ -61,6 +61,7 @@ def assign_name_prefix(attachment: Attachment, root: nn.Module, omitted: Collect
         number += 1
         prefix = f"{class_name}#{number}."
     attachment.set_entry(_prefixes, root, prefix)
+    observations.record("model_named", native.module_id(prefix[:-1]), 0, step=native.step()[0])
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -115,6 +116,7 @@ class ModelForwardPreHook:
             follow_gradients(root)
         captures_outstanding = observers.on_forward_begin()
         self.previous_phase = native.set_phase(FORWARD)
+        forward_shapes.observe_transforms(root)
         samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
             forward_shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)

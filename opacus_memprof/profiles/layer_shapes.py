@@ -200,6 +200,10 @@ class TrainingShapes:
         batches: (physical step, samples) whenever the number of samples changed.
         unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
             latest one last.
+        waiting: the forward passes that recorded graphs since the last backward pass; None before the first one.
+        input_bytes: bytes of the inputs of the largest batch.
+        by_hand: the samples of the largest batch whose gradients torch.func has computed, and the bytes of the
+            gradients of one sample; None if that was not seen.
         evaluation: the samples of the latest forward pass, and whether it records a graph, if it is in eval mode and
             another was in training mode; else None.
         accumulated: the most backward passes whose per-sample gradients were kept for one step.
@@ -222,6 +226,9 @@ class TrainingShapes:
     keeps_gradients: bool | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
+    waiting: int | None = None
+    input_bytes: int = 0
+    by_hand: tuple[int, int] | None = None
     evaluation: tuple[int, bool] | None = None
     accumulated: int = 1
     released: int = 1

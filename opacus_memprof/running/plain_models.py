@@ -72,10 +72,12 @@ class FollowWithoutEngine:
         yield
 
     def _observe_backward(self, *args: Any, **kwargs: Any) -> CallHook:
+        observations.layer_shapes().waiting = 0
         yield
         self._on_gradients(self._index.parameters_with_gradients)
 
     def _observe_grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> CallHook:
+        observations.layer_shapes().waiting = 0
         yield
         self._on_gradients(lambda: native.tensors_in((inputs,)))
 
@@ -108,6 +110,9 @@ class FollowWithoutEngine:
         ids = _ids(parameters)
         trained = any(not ids.isdisjoint(_ids(_parameters(optimizer))) for optimizer in self._optimizers)
         if not trained or any(is_lazy(parameter) for parameter in parameters):
+            from opacus_memprof.hooks.forward_shapes import observe_transforms
+
+            observe_transforms(model)
             return  # torch.func.functional_call has swapped the parameters, or they have no shape yet
         if self._is_traced(model):
             return

@@ -34,6 +34,8 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "optimizer": _replace_optimizer,
             "allocator_setting": _in_the_environment,
             "release_models": _unchanged,
+            "move_in_turn": _unchanged,
+            "split_batch": _unchanged,
             "fused_attention": _unchanged,
             "lora": _before_training,
             "sequence_length": _with_each_batch,

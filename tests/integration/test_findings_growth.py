@@ -96,6 +96,26 @@ def test_models_of_one_training_are_not_earlier_ones(tmp_path: Path, together: b
     assert "models_of_earlier_runs" not in kinds(profiled(tmp_path, run))
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_of_clients_that_wait_for_their_turn(tmp_path: Path, clears: bool) -> None:
+    def run(session: Any) -> None:
+        clients = [Training(mlp()) for _ in range(3)]
+        for client in clients:
+            model, optimizer = client.model, client.optimizer
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(BATCH, 8)).square().mean().backward()
+                optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+
+    profile = profiled(tmp_path, run)
+    found = of_kind(profile, "gradients_of_other_models")
+    size = sum(parameter.numel() for parameter in mlp().parameters()) * FLOAT
+    assert [finding["bytes"] for finding in found] == [2 * BATCH * size] * (not clears)  # while the last one is trained
+    assert "models_of_earlier_runs" not in kinds(profile)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 def test_steady_training_has_no_findings_but_the_inherent(tmp_path: Path, mode: str) -> None:
     """What every run of Opacus wastes may be found; nothing else is."""

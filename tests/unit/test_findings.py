@@ -10,10 +10,14 @@ from opacus_memprof.analysis.defects import different_numbers_of_samples, growin
 from opacus_memprof.analysis.findings import (
     Run,
     activations_of_earlier_steps,
+    batches_on_device,
     copied_per_sample_gradients,
     discarded_gradients,
+    earlier_models,
+    forwards_without_backward,
     ghost_matrices,
     graphs_without_backward,
+    per_sample_gradients_by_hand,
     unused_per_sample_gradients,
 )
 from opacus_memprof.analysis.names import Names
@@ -72,6 +76,73 @@ def test_an_evaluation_at_the_peak(step: int, phase: str, is_found: bool) -> Non
     evaluated = {"kind": "evaluation_graphs", "module": 0, "step": step}
     found = found_in(graphs_without_backward, evaluated, step=4, phase=phase, categories={"activations": 500})
     assert [each.bytes for each in found] == [500] * is_found
+
+
+@pytest.mark.parametrize(
+    ("temporaries", "activations", "modules", "has_graph", "is_found"),
+    [
+        (600, 0, "abc", True, True),
+        (600, 0, "abc", False, False),  # an evaluation under no_grad
+        (600, 0, "ab", True, False),  # one operation's input and output, as in a checkpoint
+        (600, 61, "abc", True, False),  # a backward pass used what the forward had kept
+        (400, 0, "abc", True, False),
+    ],
+)
+def test_a_graph_in_training_mode_that_no_backward_used(
+    temporaries: int, activations: int, modules: str, has_graph: bool, is_found: bool
+) -> None:
+    fact = {"kind": "largest_batch", "module": 0, "bytes": 9, "step": 4, "has_graph": has_graph}
+    place = {"bytes": 100, "category": "forward_temporaries", "op": "", "phase": "forward", "step": 4}
+    found = found_in(
+        graphs_without_backward,
+        fact,
+        step=4,
+        phase="forward",
+        categories={"forward_temporaries": temporaries, "activations": activations},
+        largest_blocks=[{**place, "module": module} for module in modules],
+    )
+    assert [each.bytes for each in found] == [temporaries] * is_found
+
+
+@pytest.mark.parametrize(
+    ("inputs", "batch", "count", "is_found"),
+    [(400, 100, 4, True), (399, 100, 4, False), (400, 100, 3, False), (400, 400, 4, False)],
+)
+def test_batches_that_wait_on_the_device(inputs: int, batch: int, count: int, is_found: bool) -> None:
+    """Targets can be larger than their batch, and a batch a list of tensors of the same size."""
+    fact = {"kind": "largest_batch", "module": 0, "bytes": batch, "step": 0, "has_graph": True}
+    block = {"bytes": 100, "category": "inputs", "module": "", "op": "", "phase": "idle", "step": 0}
+    lines = {"train.py:3": {"inputs": inputs}}
+    found = found_in(
+        batches_on_device, fact, categories={"inputs": inputs}, largest_blocks=[block] * count, lines=lines
+    )
+    assert [(each.bytes, "train.py:3" in each.evidence) for each in found] == [(inputs - batch, True)] * is_found
+
+
+@pytest.mark.parametrize(
+    ("passes", "blocks", "step", "is_found"), [(5, 5, 4, True), (4, 5, 4, False), (9, 4, 4, False), (5, 5, 5, False)]
+)
+def test_graphs_of_many_forward_passes_at_once(passes: int, blocks: int, step: int, is_found: bool) -> None:
+    fact = {"kind": "waiting_forwards", "module": 0, "bytes": passes, "step": 4}
+    block = {"bytes": 100, "category": "activations", "module": "fc", "op": "", "phase": "forward", "step": 4}
+    found = found_in(
+        forwards_without_backward, fact, step=step, categories={"activations": 500}, largest_blocks=[block] * blocks
+    )
+    assert [each.bytes for each in found] == [500] * is_found
+
+
+@pytest.mark.parametrize(("live", "is_found"), [(301, True), (300, False)])
+def test_per_sample_gradients_of_torch_func(live: int, is_found: bool) -> None:
+    fact = {"kind": "samples_by_hand", "module": 0, "bytes": 600, "samples": 32}
+    found = found_in(per_sample_gradients_by_hand, fact, categories={"unattributed": live})
+    assert [each.bytes for each in found] == [600] * is_found
+
+
+@pytest.mark.parametrize(("step", "earlier"), [(7, {"the first": 30}), (0, {}), (None, {"the first": 30})])
+def test_models_that_were_made_together_are_no_earlier_ones(step: int | None, earlier: dict[str, int]) -> None:
+    modules = {name: {"model_parameters": 10, "gradients": 20} for name in ("fc", "Net#2.fc")}
+    made_in = {"the first": 0} | ({} if step is None else {"Net#2": step})
+    assert earlier_models(modules, made_in) == earlier
 
 
 def test_only_copies_whose_original_is_live_are_copies() -> None:

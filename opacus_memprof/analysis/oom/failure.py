@@ -5,12 +5,15 @@ Some live blocks are leftovers: earlier steps, or forwards without a backward, s
 have the names of reports.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from opacus_memprof.analysis.findings import SEVERAL_FORWARDS
 from opacus_memprof.analysis.names import Names
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PER_SAMPLE, name_at_failure
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import RoomBytes
 
 ACTIVATIONS = ("activations", ACTIVATION_HOOKS)
@@ -26,6 +29,7 @@ _MIN_STEPS = 3
 _OF_A_BATCH = PER_SAMPLE - {"inputs"}
 SIZED_BY_CAPTURES = "create_or_accumulate_grad_sample"  # Opacus sizes its result by the largest batch captured
 _MANY_PASSES = 8
+_EVALUATES = re.compile(r" in (?:\w*_)?(?:eval|valid|test|predict|infer|accura)", re.IGNORECASE)  # a function's name
 _MIN_SHARE = 0.02  # of all live bytes, for each of two steps
 
 
@@ -265,6 +269,7 @@ class Leftovers:
             of these.
         backward_passes: the passes of the failed step whose gradients they are, as of a program that keeps the
             gradients of each sample in a list; otherwise 0.
+        forward_passes: the forward passes in a row whose graphs they are, without a backward pass; otherwise 0.
     """
 
     block_groups: tuple[BlockGroup, ...] = ()
@@ -272,6 +277,7 @@ class Leftovers:
     are_captures: bool = False
     stray_samples: tuple[int, ...] = ()
     backward_passes: int = 0
+    forward_passes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -293,7 +299,7 @@ class Leftovers:
 
     def from_before(self, step: int) -> dict[str, int]:
         """Returns the leftovers of steps before `step`, by category."""
-        if self.are_captures:
+        if self.are_captures or self.forward_passes:
             return {}
         return _by_category(tuple(group for group in self.block_groups if group.step < step))
 
@@ -302,12 +308,29 @@ def _by_category(block_groups: tuple[BlockGroup, ...]) -> dict[str, int]:
     return sum_by(block_groups, lambda group: group.category)
 
 
+def find_evaluation(failure: Failure, shapes: TrainingShapes) -> tuple[int, bool] | None:
+    """Returns the samples of the evaluation in which memory ran out, and whether it records a graph; else None.
+
+    A program may evaluate in training mode: then the names of its functions tell, in the lines that made activations.
+    """
+    if failure.phase not in ("forward", "idle"):
+        return None
+    if shapes.evaluation is not None or shapes.waiting is None:  # no backward pass: it is the first step
+        return shapes.evaluation
+    activations = [group for group in failure.block_groups if group.category in ACTIVATIONS]
+    evaluated = [group for group in activations if _EVALUATES.search(group.op)]
+    samples = shapes.batch_size_in(failure.step)
+    is_one = 2 * sum(group.bytes for group in evaluated) > sum(group.bytes for group in activations)
+    return (samples, True) if is_one and samples else None
+
+
 def find_leftovers(
     failure: Failure,
     captures: Mapping[str, int],
     stray_samples: tuple[int, ...],
     samples: int,
     weights: Set[int] = frozenset(),
+    waiting: int = 0,
 ) -> Leftovers:
     """Finds leftovers among the blocks that were live at a failure.
 
@@ -321,6 +344,7 @@ def find_leftovers(
         stray_samples: TrainingShapes.stray_samples.
         samples: the batch size of the forward after the stray ones.
         weights: bytes of the trained weights.
+        waiting: forward passes in a row that recorded graphs, without a backward pass.
     """
     if stray_samples:
         # If the program has kept an output, what autograd saved is alive as well: one block of each forward.
@@ -336,6 +360,16 @@ def find_leftovers(
         most = max(captures.values())
         groups = tuple(group for group in failure.block_groups if group.category == ACTIVATION_HOOKS)
         return Leftovers(groups, (most - 1) / most, are_captures=True)
+    if waiting > SEVERAL_FORWARDS:
+        kept = tuple(
+            group
+            for group in failure.block_groups
+            if group.category in ("activations", "inputs")
+            and group.step == failure.step
+            and group.blocks >= waiting - 1
+        )
+        if 2 * sum(group.bytes for group in kept) > failure.live_bytes:
+            return Leftovers(kept, (waiting - 1) / waiting, forward_passes=waiting)
     kept = tuple(group for group in failure.block_groups if _is_of_many_passes(group, failure.step, weights))
     if 2 * sum(group.bytes for group in kept) > failure.live_bytes:
         passes = max(group.bytes // group.largest for group in kept)

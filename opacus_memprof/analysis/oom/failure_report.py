@@ -60,9 +60,10 @@ def build_report(
     waiting = {
         names.modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(names.modules)
     }
-    is_evaluation = shapes.evaluation is not None and failure.phase in ("forward", "idle")
+    is_evaluation = failures.find_evaluation(failure, shapes) is not None
+    graphs = 0 if is_evaluation else shapes.waiting or 0
     samples = None if is_evaluation else shapes.batch_size_in(failure.step)
-    left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0, shapes.weights)
+    left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0, shapes.weights, graphs)
     own = None if is_evaluation else estimate_step(failure, shapes, history, left)
     case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
     needed = case.peak()

@@ -24,6 +24,8 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_leftovers,
     waste.clear_other_models,
     waste.release_models,
+    waste.move_batches_in_turn,
+    waste.split_gradients_by_hand,
     waste.evaluate_without_graph,
     waste.run_again,
     waste.expandable_segments,

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suggests freeing memory that serves no purpose: leftovers, unused gradients, fragments, other processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.findings import MATERIAL, earlier_models, largest, model_of
+from opacus_memprof.analysis.findings import MANY_BATCHES, MATERIAL, earlier_models, largest, model_of
+from opacus_memprof.analysis.oom.advice.changes import largest_that_fits
 from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
 from opacus_memprof.analysis.oom.failure import (
     ACTIVATIONS,
     CONTEXT,
     MARGIN,
+    find_evaluation,
     is_crowded_by_others,
     is_fragmented,
     sum_by,
@@ -20,6 +22,9 @@ from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
+
+_IN_TURN = "x, y = x.to(device), y.to(device)  # in the loop; keep no list or queue of batches on the GPU"
+_BY_HAND = ("unattributed", "backward_temporaries", "gradients")
 
 
 def release_leftovers(case: Case) -> Iterator[Suggestion]:
@@ -56,6 +61,19 @@ def release_leftovers(case: Case) -> Iterator[Suggestion]:
             Action(kind="add_gradients", modules=list(left.by_module)),
         )
         return
+    if left.forward_passes:
+        yield suggest(
+            case,
+            instant,
+            DEFECT,
+            "forward passes without a backward pass under torch.no_grad(), or a backward pass after each",
+            "with torch.no_grad():  # around an evaluation; add up loss.item(), not loss. In training, call "
+            "loss.backward() for each part",
+            f"{left.forward_passes} forward passes in a row recorded graphs, without a backward pass, and {size} of "
+            "theirs are live.",
+            Action(kind="no_grad", modules=list(left.by_module)),
+        )
+        return
     steps = left.steps
     categories = ", ".join(name.replace("_", " ") for name in left.by_category)
     code = (
@@ -80,7 +98,12 @@ def release_models(case: Case) -> Iterator[Suggestion]:
     modules: dict[str, dict[str, int]] = {}
     for (module, category), size in case.failure.sum_by(lambda group: (group.module, group.category)).items():
         modules.setdefault(module, {})[category] = size
-    sizes = earlier_models(modules)
+    made_in = {
+        model_of(group.module)[1]: group.step
+        for group in case.failure.block_groups
+        if group.category == "model_parameters"
+    }
+    sizes = earlier_models(modules, made_in)
     total = sum(sizes.values())
     instant = case.peak()
     if total < MATERIAL * instant.bytes:
@@ -88,11 +111,9 @@ def release_models(case: Case) -> Iterator[Suggestion]:
     program = case.shapes.program
     theirs = [group for group in case.failure.block_groups if group.module and model_of(group.module)[1] in sizes]
     freed = sum_by(theirs, lambda group: group.category)
-    parts = {name: size - freed.get(name, 0) for name, size in instant.parts.items()}
-    parts["resident"] = parts.get("resident", 0) - (total - sum(freed[name] for name in freed if name in instant.parts))
     yield suggest(
         case,
-        replace(instant, parts=parts),
+        _without(instant, freed),
         DEFECT,
         f"freeing {format_count(len(sizes), 'equal model')} of earlier trainings",
         f"import gc\n{program.model} = {program.optimizer} = {program.loader} = loss = None; gc.collect()  # before "
@@ -101,6 +122,14 @@ def release_models(case: Case) -> Iterator[Suggestion]:
         "reference cycle.",
         Action(kind="release_models", modules=list(sizes)),
     )
+
+
+def _without(instant: Instant, freed: Mapping[str, int]) -> Instant:
+    """Returns the instant without these bytes by category. A step's own instants have most categories as resident."""
+    parts = {name: size - freed.get(name, 0) for name, size in instant.parts.items()}
+    if rest := sum(size for name, size in freed.items() if name not in parts):
+        parts["resident"] = parts.get("resident", 0) - rest
+    return replace(instant, parts=parts)
 
 
 def clear_other_models(case: Case) -> Iterator[Suggestion]:
@@ -136,11 +165,97 @@ def clear_other_models(case: Case) -> Iterator[Suggestion]:
     )
 
 
+def move_batches_in_turn(case: Case) -> Iterator[Suggestion]:
+    """Suggests moving each batch to the device when it is its turn, if many are there."""
+    batch, instant = case.shapes.input_bytes, case.peak()
+    if case.samples is None:
+        yield from _keep_fewer_tensors(case)
+        return
+    if case.leftovers.bytes:  # graphs of forward passes keep their inputs
+        return
+    inputs = [group for group in case.failure.block_groups if group.category in ("inputs", "unattributed")]
+    largest_block = max((group.largest for group in inputs if group.category == "inputs"), default=0)
+    waiting = [group for group in inputs if group.largest == largest_block]
+    size = sum(group.bytes for group in waiting) - batch
+    if not batch or size < MANY_BATCHES * batch or size < MATERIAL * instant.bytes:
+        return
+    sizes = sum_by(waiting, lambda group: group.category)
+    sizes["inputs"] = sizes.get("inputs", 0) - batch
+    computed = f"{format_bytes(size)} of batches are on the GPU beside the one in use of {format_bytes(batch)}."
+    actions = [Action(kind="move_in_turn")]
+    after = _without(instant, sizes)
+    yield suggest(case, after, DEFECT, "moving each batch to the GPU when it is its turn", _IN_TURN, computed, *actions)
+    fitting = None if case.fits(after.bytes) else largest_that_fits(case, lambda n: _without(case.peak(n), sizes))
+    if fitting is not None and not case.shapes.mode:
+        n, after = fitting
+        yield suggest(
+            case,
+            after,
+            DEFECT,
+            f"moving each batch to the GPU when it is its turn, with {format_count(n, 'sample')} instead of "
+            f"{case.samples}",
+            f"{_IN_TURN}\nDataLoader(..., batch_size={n})  # and step less often, to train as with {case.samples}",
+            computed,
+            *actions,
+            Action(kind="batch_size", value=n),
+            largest=case.largest_block(n),
+        )
+
+
+def _keep_fewer_tensors(case: Case) -> Iterator[Suggestion]:
+    """Suggests moving tensors in turn, if a line has made so many before the first step that memory ran out."""
+    groups = [group for group in case.failure.block_groups if group.category == "unattributed"]
+    group = max(groups, key=lambda each: each.bytes, default=None)
+    count = 0 if group is None else group.bytes // group.largest
+    instant = case.peak()
+    if group is None or ":" not in group.op or count <= MANY_BATCHES or 2 * group.bytes < instant.bytes:
+        return
+    yield suggest(
+        case,
+        _without(instant, {"unattributed": group.bytes - group.largest}),
+        DEFECT,
+        f"moving each of {count} tensors of {format_bytes(group.largest)} to the GPU when it is its turn",
+        f"# {group.op} keeps them: leave them on the CPU, and call .to(device) in the loop for the one that is needed",
+        "They were made before the first training step.",
+        Action(kind="move_in_turn"),
+    )
+
+
+def split_gradients_by_hand(case: Case) -> Iterator[Suggestion]:
+    """Suggests fewer samples at a time, if the program computes per-sample gradients itself, by torch.func."""
+    if case.shapes.by_hand is None:
+        return
+    samples, size = case.shapes.by_hand
+    instant = case.peak()
+    rest = {name: part for name, part in instant.parts.items() if name not in _BY_HAND}
+    whole = instant.bytes - sum(rest.values())
+    if 2 * whole < samples * size:
+        return
+    halves = [samples >> halvings for halvings in range(1, samples.bit_length())]
+    for n in halves:
+        # Those of the part before, and its own; and the model, gradients, their sum and noise.
+        parts = {**rest, "per_sample_gradients": max(2 * n * size, whole * n // samples), "gradients": 4 * size}
+        peak = replace(instant, parts=parts)
+        if case.fits(peak.bytes) is not False or n == 1:
+            yield suggest(
+                case,
+                peak,
+                DEFECT,
+                f"gradients of {n} samples at a time instead of {samples}",
+                f"for x, y in zip(x.split({n}), y.split({n})):  # compute, clip and add up; then add noise and step",
+                f"vmap(grad(...)) computes the gradients of {samples} samples at once, {format_bytes(samples * size)}.",
+                Action(kind="split_batch", value=n),
+                largest=n * size,
+            )
+            return
+
+
 def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
     """Suggests an evaluation without graphs, or one with smaller batches, if memory ran out in an evaluation."""
-    if case.shapes.evaluation is None or case.failure.phase not in ("forward", "idle"):
+    evaluation = find_evaluation(case.failure, case.shapes)
+    if evaluation is None:
         return
-    samples, has_graph = case.shapes.evaluation
+    samples, has_graph = evaluation
     instant = case.peak()
     if has_graph:
         size = sum(instant.parts.get(category, 0) for category in ACTIVATIONS)
@@ -160,8 +275,8 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
             DEFECT,
             "evaluating under torch.no_grad()",
             "with torch.no_grad():  # around the evaluation; keep loss.item() and output.detach(), not loss and output",
-            f"An evaluation in eval mode records graphs, and {format_bytes(size)} of activations are live: "
-            "model.eval() alone keeps them for a backward pass.",
+            f"The evaluation records graphs, and {format_bytes(size)} of activations are live: model.eval() alone "
+            "keeps them for a backward pass.",
             Action(kind="no_grad", modules=[]),
         )
         return
