@@ -201,11 +201,14 @@ class KeptRefusal:
     Attributes:
         is_deferred: whether errors are raised in the step; otherwise at once.
         error: the first error since the last step, which the next step raises.
+        raised: the number of errors that were raised at once since the last step, each of which ended the forward or
+            backward of a physical batch.
     """
 
     def __init__(self) -> None:
         self.is_deferred = False
         self.error: MemprofError | None = None
+        self.raised = 0
 
     def add(self, error: MemprofError) -> None:
         """Stores an error for the next step, or raises it if errors are not deferred.
@@ -214,6 +217,7 @@ class KeptRefusal:
             MemprofError: the error, if errors are not deferred.
         """
         if not self.is_deferred:
+            self.raised += 1
             raise error
         self.error = self.error or error
 

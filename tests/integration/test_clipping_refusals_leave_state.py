@@ -2,6 +2,7 @@
 """A refused step leaves everything as it was, and samples whose norm is not finite can be dropped instead."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,22 @@ def second_part(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     not_finite(training, monkeypatch)
 
 
+def refused_forward(training: Training) -> None:
+    """The first of two parts counts, and the forward of the second one is refused, so that there is no step."""
+    for skips in (True, False):
+        training.optimizer.signal_skip_step(skips)  # as BatchMemoryManager does, before it yields a part
+        if skips:
+            training.step(1)
+    others = {name: 2 * p for name, p in training.module.named_parameters()}
+    with pytest.raises(MemprofError, match="other tensors instead of its parameters"):
+        torch.func.functional_call(training.module, others, torch.ones(4, 9, dtype=torch.float64))
+
+
+def forward_of_second_part(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused_forward(training)
+    training.optimizer.zero_grad()
+
+
 REFUSALS: list[Callable[[Training, pytest.MonkeyPatch], None]] = [
     not_finite,
     overflow,
@@ -128,6 +145,7 @@ REFUSALS: list[Callable[[Training, pytest.MonkeyPatch], None]] = [
     no_backward,
     no_gradient,
     second_part,
+    forward_of_second_part,
 ]
 
 
@@ -154,6 +172,26 @@ def test_a_refused_step_leaves_everything(
     for seed in other_steps:
         other.step(seed)
     assert same(training.state(), other.state())
+
+
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+def test_the_loop_goes_on_after_a_refused_forward(clipping: str) -> None:
+    """Without another zero_grad: the next batch has its own step, and nothing of the batch that was given up."""
+    training, other = Training(clipping), Training(clipping)
+    refused_forward(training)
+    for each in (training, other):
+        torch.manual_seed(6)
+        for skips in (True, False):
+            each.optimizer.signal_skip_step(skips)
+            each.step(2 + skips)
+    assert same(training.state(), other.state())
+    assert [steps for _, _, steps in training.engine.accountant.history] == [1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_that_is_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(MemprofError, match=r"cannot be copied or pickled"):
+        copied(Training().optimizer)
 
 
 def test_the_accountant_does_not_hear_of_a_refused_step(monkeypatch: pytest.MonkeyPatch) -> None:

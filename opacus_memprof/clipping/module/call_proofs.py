@@ -125,6 +125,7 @@ class CallProofs:
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
         call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
         is_new = call.key not in self.situations.known
+        given = tensors_in((call.args, call.kwargs))
         try:
             if self.joint is not None:
                 self._prove_on_all_ranks(call, self.joint, (signature, size_class(batch)), error)
@@ -135,6 +136,12 @@ class CallProofs:
             call.cannot_run = cause.__cause__ or cause
         finally:
             hooks.batch = batch
+        if [*map(id, given)] != [*map(id, tensors_in((call.args, call.kwargs)))]:
+            self.situations.known.pop(call.key, None)
+            raise MemprofError(
+                f"{type(call.entry).__name__} writes tensors into an object among its arguments, such as a cache, "
+                "which cannot be proved to have no data of other samples: pass tensors, and return new ones."
+            )
         known = self.situations.known.get(call.key)
         if known is None:
             if self.bookkeeping.is_captured and batch:

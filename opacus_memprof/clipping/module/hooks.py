@@ -345,6 +345,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             MemprofError: the model cannot be clipped exactly any more.
         """
         if self._proofs.has_new_structure():
+            if not all(parameter.is_leaf for parameter in self.registry.model.parameters()):
+                raise MemprofError(
+                    "the model is called with other tensors instead of its parameters (torch.func.functional_call), "
+                    "whose gradients flash_clip does not form: call the model itself."
+                )
             registry = LayerRegistry(self.registry.model)
             self.remove_hooks()
             self.enable_hooks()

@@ -70,11 +70,9 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         bound = self.max_grad_norm * math.exp(min(change, 700.0))  # larger numbers would overflow
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does the same as DPOptimizerFlashClip.zero_grad; also resets the count, except between physical batches."""
-        super().zero_grad(set_to_none)
-        if not self._is_last_step_skipped:
-            self.sample_size = self.unclipped_num = 0
+    def _forget_sums(self) -> None:
+        super()._forget_sums()
+        self.sample_size = self.unclipped_num = 0
 
 
 def optimizer_class(clipping: str, distributed: bool, is_sharded: bool = False) -> type[DPOptimizerFlashClip]:

@@ -347,6 +347,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
         refuse_capture()
+        if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
+            self._give_up_refused()
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
@@ -362,6 +364,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             if isinstance(error, MemprofError):
                 self._module.certificate.refuse(error)
                 self._is_last_step_skipped = False
+                self.bookkeeping.refusal.raised = 0
                 self.zero_grad()
             raise
         if skips:
@@ -377,6 +380,26 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
+
+    def _give_up_refused(self) -> None:
+        """Gives up the logical batch of forwards that were refused and did not come to a step."""
+        refused, self.bookkeeping.refusal.raised = self.bookkeeping.refusal.raised, 0
+        if refused:
+            del self._step_skip_queue[:refused]  # BatchMemoryManager has announced a step for each physical batch
+            self._is_last_step_skipped = False
+            self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        """Drops the clipped sums, also those of skipped steps."""
+        for parameter in self.params:
+            parameter.summed_grad = None
+        self.bookkeeping.begin_step()
+
+    def __getstate__(self) -> Any:
+        raise MemprofError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it would not be its module's any more: save "
+            "state_dict(), or make the copied model private."
+        )
 
     def _generator_states(self) -> sums.GeneratorStates:
         if self.secure_mode:
@@ -469,11 +492,10 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Unlike in Opacus, gradients become None by default (as in PyTorch): zeros would take as much memory as the model
         during the next forward, without any use.
         """
+        self._give_up_refused()
         self.bookkeeping.clear()
         for parameter in self.params:
             parameter.grad_sample = None
-            if not self._is_last_step_skipped:
-                parameter.summed_grad = None
         if not self._is_last_step_skipped:
-            self.bookkeeping.begin_step()
+            self._forget_sums()
         self.original_optimizer.zero_grad(set_to_none)

@@ -2,6 +2,7 @@
 """Arguments of the model: keywords, nested, shared by all samples, as long as the batch by accident, no tensors."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ def _nested(m: Any, inputs: dict[str, Any]) -> Any:
 def _attended(m: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     h = m.first(x)
     return m.last(h + functional.scaled_dot_product_attention(h, h, h, attn_mask=mask))
+
+
+def _cached(m: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
+    cache.kept.append(m.first(x))
+    h = torch.cat(cache.kept, 1)
+    return m.last(h + functional.scaled_dot_product_attention(h, h, h))
+
+
+def _with_cache(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x, SimpleNamespace(kept=[]))  # type: ignore[no-any-return]
 
 
 def _with_positions(m: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -148,6 +159,7 @@ PROGRAMS = [
         "exact",
         _called(lambda model, x: model({"x": [x], "others": (None, x.sigmoid())})["logits"][0]),
     ),
+    Program("arguments_cache_that_is_written_to", _pair(_cached), _STEPS, "refused", _called(_with_cache)),
     Program("arguments_no_mask", _pair(_attended), _STEPS, "exact", _called(lambda model, x: model(x, mask=None))),
     Program("arguments_causal_mask", _pair(_attended), _STEPS, "exact", _called(lambda model, x: model(x, _CAUSAL))),
     Program(
