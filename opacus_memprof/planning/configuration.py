@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a plan: a program on a virtual GPU, and the values of the program's arguments."""
 
+import ast
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,15 @@ from opacus_memprof.errors import MemprofError
 
 _VALUES = re.compile(r"(?P<name>[^=\s]+)=(?P<values>(?!\S*\.\.)[^,\s]+(?:,[^,\s]+)*)")
 _RANGE = re.compile(r"(?P<name>[^=\s]+)=(?P<low>-?\d+)\.\.(?P<high>-?\d+)")
-
+_VARIABLE = "env:"
+_NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+_BATCH = re.compile(r"(?<![^\W_])\w*?(?:batch(?:_?size)?|bs)(?![^\W_])\w*", re.IGNORECASE)
+_BATCH_NUMBER = re.compile(
+    _BATCH.pattern + r"[\"']?\]?\s*(?::\s*int\s*=|[:=])\s*(?P<number>\d+)(?![\w.])", re.IGNORECASE
+)
+_FLAG = re.compile(r"--[\w-]*(?:batch|bs)[\w-]*", re.IGNORECASE)
+_READS_VARIABLE = re.compile(r"environ|getenv")
+_LONG = 60  # characters of a line that is shown
 
 Value = int | str  # of an argument of the program
 
@@ -76,9 +85,7 @@ class Range:
 
     def apply(self, configuration: PlannedConfiguration, value: int) -> PlannedConfiguration:
         """Returns the configuration with this value of the argument."""
-        program = configuration.program
-        arguments = with_argument(program.arguments, self.name, value)
-        return replace(configuration, program=replace(program, arguments=arguments))
+        return with_value(configuration, self.name, value)
 
     def doubled(self) -> list[int]:
         """Returns `low`, values that each are twice the previous one, and `high`."""
@@ -107,7 +114,8 @@ def parse_search(texts: Sequence[str]) -> Search:
     The others form a grid: the numbers or words of `ARGUMENT=VALUE,VALUE`, and `Range.doubled` of further ranges.
 
     Raises:
-        MemprofError: a text has neither form, a range is empty, or an argument is named twice.
+        MemprofError: a text has neither form, a range is empty, an argument is named twice, or a line of a file has no
+            number to replace.
     """
     searched, others = None, dict[str, Sequence[Value]]()
     for text in texts:
@@ -123,6 +131,8 @@ def parse_search(texts: Sequence[str]) -> Search:
             name, values = listed["name"], list(dict.fromkeys(map(_value, listed["values"].split(","))))
         if name in others or (searched is not None and name == searched.name and values):
             raise MemprofError(f"--search names {name} twice: give it one range, or list its values")
+        if (place := _line_of(name)) is not None:
+            with_number(*place, 1)  # else the first run would fail
         if values:
             others[name] = values
     return Search(searched, others)
@@ -187,6 +197,84 @@ def parse_settings(text: str) -> list[str]:
         raise MemprofError("--settings names no settings: write them as expandable_segments:True")
     listed = ([f"{name}:{value}" for value in dict.fromkeys(several)] for name, several in values.items())
     return [",".join(combination) for combination in itertools.product(*listed)]
+
+
+def with_value(configuration: PlannedConfiguration, name: str, value: Value) -> PlannedConfiguration:
+    """Returns the configuration with another value.
+
+    Args:
+        configuration: the configuration.
+        name: `env:NAME` for an environment variable, `FILE:LINE` for the number in a line of the program, of its
+            configuration or of a module that it imports, and an argument of the program otherwise.
+        value: the value.
+    """
+    change: dict[str, Any] = {}
+    if name.startswith(_VARIABLE):
+        change = {"kind": "environment", "name": name.removeprefix(_VARIABLE), "value": str(value)}
+    elif (place := _line_of(name)) is not None:
+        change = {"kind": "line", "file": place[0], "line": place[1], "value": value}
+    if change:
+        return replace(configuration, changes=(*configuration.changes, change))
+    program = configuration.program
+    return replace(configuration, program=replace(program, arguments=with_argument(program.arguments, name, value)))
+
+
+def _line_of(name: str) -> tuple[str, int] | None:
+    file, _, line = name.rpartition(":")
+    return (file, int(line)) if file and line.isdecimal() else None
+
+
+def with_number(file: str, line: int, value: Value) -> str:
+    """Returns the text of a file with another number in a line: the only one, or the first after the word batch.
+
+    Raises:
+        MemprofError: the file cannot be read, has no such line, or the line does not say which number is meant.
+    """
+    try:
+        with open(file, encoding="utf-8", newline="") as content:
+            lines = content.read().splitlines(keepends=True)
+    except (OSError, UnicodeError) as error:
+        raise MemprofError(f"--search {file}:{line}: {file} cannot be read ({error})") from None
+    if not 1 <= line <= len(lines):
+        raise MemprofError(f"--search {file}:{line}: {file} has {len(lines)} lines")
+    text = lines[line - 1]
+    numbers = list(_NUMBER.finditer(text))
+    if len(numbers) > 1:
+        word = _BATCH.search(text)
+        numbers = [] if word is None else [each for each in numbers if each.start() >= word.end()][:1]
+    if not numbers:
+        raise MemprofError(
+            f"--search {file}:{line} does not say which number is meant in {text.strip()!r}: name a line with one "
+            "whole number, or with one after the word batch"
+        )
+    lines[line - 1] = f"{text[: numbers[0].start()]}{value}{text[numbers[0].end() :]}"
+    return "".join(lines)
+
+
+def places_of_batch(program: PlannedProgram) -> list[str]:
+    """Returns what --search could name: `batch-size (line 2)`, `env:BATCH (line 3)`, `train.py:8 (BATCH = 64)`."""
+    try:
+        with open(program.target, encoding="utf-8") as content:
+            source = content.read()
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, SyntaxError, ValueError):  # a module, or no Python
+        return []
+    found: dict[int, str] = {}
+    for node in nodes:
+        line = getattr(node, "lineno", 0)
+        text = source.splitlines()[line - 1].strip() if line else ""
+        match node:
+            case ast.Constant(value=str(name)) if _FLAG.fullmatch(name):
+                found[line] = f"{name.lstrip('-')} (line {line})"
+            case ast.Constant(value=str(name)) if _BATCH.fullmatch(name) and _READS_VARIABLE.search(text):
+                found[line] = f"env:{name} (line {line})"
+            case ast.Constant(value=int(number)) if _names_batch(text, number):
+                found.setdefault(line, f"{program.target}:{line} ({text if len(text) < _LONG else text[:_LONG] + '…'})")
+    return [found[line] for line in sorted(found)]
+
+
+def _names_batch(text: str, number: int) -> bool:
+    return any(match["number"] == str(number) for match in _BATCH_NUMBER.finditer(text))
 
 
 def with_argument(arguments: Sequence[str], name: str, value: object) -> tuple[str, ...]:

@@ -5,18 +5,23 @@ Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --vir
 suggestion, and writes data that the profile does not have into facts.json.
 """
 
+import _io
 import atexit
+import builtins
+import functools
+import importlib.machinery
+import io
 import json
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.configuration import PlannedConfiguration
+from opacus_memprof.planning.configuration import PlannedConfiguration, with_number
 from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
 from opacus_memprof.profiles.files import write_text
@@ -32,6 +37,9 @@ _SEED = (
 )
 SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that torch sets when the first optimizer is made, and that no package reads when imported."""
+_NOT_READ = {SET_BY_TORCH}
+_READ = ("TORCH", "PYTORCH", "CUDA", "TRITON", "NCCL", "OMP", "MKL", "PYTHON", "MEMPROF")
+"""Beginnings of variables that packages may read when imported."""
 
 
 class RunFacts:
@@ -109,9 +117,44 @@ class RunFacts:
 
 
 def has_changed(environment: Mapping[str, str]) -> bool:
-    """Returns whether the environment variables of this process differ from these, except SET_BY_TORCH."""
-    names = {*environment, *os.environ} - {SET_BY_TORCH}
+    """Returns whether the environment variables of this process differ from these, except those of _NOT_READ."""
+    names = {*environment, *os.environ} - _NOT_READ
     return any(environment.get(name) != os.environ.get(name) for name in names)
+
+
+def _apply(configuration: PlannedConfiguration, directory: Path) -> None:
+    """Sets the variables and the lines of files that are searched."""
+    for change in configuration.changes:
+        if change["kind"] == "environment":
+            name = change["name"]
+            os.environ[name] = change["value"]
+            if not name.startswith(_READ):
+                _NOT_READ.add(name)
+        elif change["kind"] == "line":
+            copy = directory / f"line{change['line']}{Path(change['file']).suffix}"
+            write_text(copy, with_number(change["file"], change["line"], change["value"]))
+            os.utime(copy, (0, 0))  # no bytecode of the file is as old
+            _read_instead(os.path.realpath(change["file"]), copy)
+
+
+def _read_instead(file: str, copy: Path) -> None:
+    """Lets the program read a copy of a file: as its script, by an import, or by opening it."""
+
+    def redirected(function: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def read(*arguments: Any, **named: Any) -> Any:
+            path = arguments[place] if len(arguments) > place else None
+            if isinstance(path, (str, os.PathLike)) and os.path.realpath(path) == file:
+                arguments = (*arguments[:place], str(copy), *arguments[place + 1 :])
+            return function(*arguments, **named)
+
+        return read
+
+    sys.dont_write_bytecode = True
+    builtins.open = io.open = redirected(builtins.open)
+    _io.open_code = io.open_code = redirected(io.open_code)
+    loader: Any = importlib.machinery.SourceFileLoader
+    loader.path_stats = redirected(loader.path_stats, 1)
 
 
 def main() -> None:
@@ -122,6 +165,7 @@ def main() -> None:
     # Made first, because the exit handler that writes the facts must run after the recording's own.
     facts = RunFacts(configuration, directory)
     try:
+        _apply(configuration, directory)
         running = Program(program.target, program.arguments, module=program.module)
         ranks = configuration.ranks
         gpus = virtual_gpu.local_world_size(ranks)

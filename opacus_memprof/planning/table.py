@@ -18,7 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.planning.configuration import PlannedConfiguration, Range, Value, with_argument
+from opacus_memprof.planning.configuration import (
+    PlannedConfiguration,
+    PlannedProgram,
+    Range,
+    Value,
+    places_of_batch,
+    with_value,
+)
 from opacus_memprof.planning.runs import PendingRuns, PlannedRuns
 from opacus_memprof.planning.verdict import check_run, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun
@@ -34,6 +41,8 @@ _MUCH = 1.25  # times as much as fits without returning cached memory would fit 
 _NEAR = 10  # what is not farther than this part of a value that fits is foretold exactly
 _SLOW = 0.85  # of what is between: if runs foretell so little, it is halved
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
+_MOST_PLACES = 2  # that a message names
+_ANOTHER = "name one that it has, as it is written on its command line"
 # Messages of argparse, click, transformers, absl, fire and others for an unknown argument.
 _REFUSALS = (
     "unrecognized arguments",
@@ -307,12 +316,24 @@ def _check(cell: PlannedCell, searched: Range | None, run: VirtualRun) -> None:
     program = cell.configuration.program
     if searched is not None and run.status == "failed":
         words = run.last_words()
+        instead = _instead(program, searched)
         if any(refusal in words.lower() for refusal in _REFUSALS):
+            raise MemprofError(f"{program.name} has no argument {searched.name} ({words}): {instead}")
+        if run.requested is None and instead != _ANOTHER:
             raise MemprofError(
-                f"{program.name} has no argument {searched.name} ({words}): name one that it has, as it is written "
-                "on its command line"
+                f"{program.name} failed before it used the GPU ({words or run.error}): if it has no argument "
+                f"{searched.name}, {instead}"
             )
     check_run(program, run)
+
+
+def _instead(program: PlannedProgram, searched: Range) -> str:
+    """Says what to search, where the program takes its batch from something else than this argument."""
+    places = [place for place in places_of_batch(program) if place.partition(" (")[0] != searched.name]
+    if not places:
+        return _ANOTHER
+    found = " or ".join(places[:_MOST_PLACES])
+    return f"search {found} instead, or write {searched.name}=1 after the script, if it takes that, to be replaced"
 
 
 def _why_no_answer(cell: PlannedCell, searched: Range) -> str:
@@ -323,6 +344,9 @@ def _why_no_answer(cell: PlannedCell, searched: Range) -> str:
         fitting = next((suggestion for suggestion in report.get("suggestions", ()) if suggestion["fits"]), None)
         needs = "" if needed is None else f" (it needs about {format_bytes(needed)})"
         would = "use a GPU with more memory" if fitting is None else f"what would fit is {fitting['title']}"
+        instead = _instead(cell.configuration.program, searched)
+        if instead != _ANOTHER:
+            would = f"{would}; if the program does not use {searched.name}, {instead}"
         return (
             f"not even {searched.name}={searched.low} fits into the {format_bytes(run.may_reserve or 0)} that may be "
             f"reserved on {cell.configuration.gpu}{needs}: {would}"
@@ -332,7 +356,7 @@ def _why_no_answer(cell: PlannedCell, searched: Range) -> str:
         values = " and with ".join(str(value) for value in sorted(cell.runs))
         return (
             f"the memory of {cell.configuration.program.name} does not depend on {searched.name}: it peaks at "
-            f"{format_bytes(peaks.pop() or 0)} with {values}, so search another argument"
+            f"{format_bytes(peaks.pop() or 0)} with {values}; {_instead(cell.configuration.program, searched)}"
         )
     return ""
 
@@ -369,11 +393,10 @@ def make_cells(
         chosen = dict(zip(values, several, strict=True))
         combinations = sorted(itertools.product(kinds, numbered, tried), key=_change)
         for (_, gpu), (_, mode), setting in combinations:
-            program = base.program
-            for name, value in [*chosen.items(), *([(argument, mode)] if mode is not None else [])]:
-                program = replace(program, arguments=with_argument(program.arguments, name, value))
             changes = () if setting is None else ({"kind": "allocator_setting", "value": setting},)
-            configuration = replace(base, program=program, gpu=gpu, changes=changes)
+            configuration = replace(base, gpu=gpu, changes=changes)
+            for name, value in [*chosen.items(), *([(argument, mode)] if mode is not None else [])]:
+                configuration = with_value(configuration, name, value)
             cells.append(PlannedCell(mode, configuration, setting, chosen))
     return cells
 

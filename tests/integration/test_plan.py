@@ -188,8 +188,9 @@ app()
         ("def train(:", [], "broken.py failed on the virtual GPU (SyntaxError: invalid syntax)"),
         ("import os; os._exit(3)", [], "broken.py failed on the virtual GPU (it printed nothing)"),
         (TYPER, ["--search", "batch=1..9"], "broken.py has no argument batch (No such option: --batch"),
+        ("batch_size = 12\nassert 0, 'no dashes'", ["--search", "b=1..9"], "if it has no argument b, search /"),
     ],
-    ids=["syntax error", "silent", "typer's frame"],
+    ids=["syntax error", "silent", "typer's frame", "a constant"],
 )
 def test_a_failure_before_torch_is_the_program_s_own(
     tmp_path: Path, source: str, search: list[str], reason: str

@@ -1,15 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values for the arguments of the program that is planned, and changes of what it gives Opacus."""
 
+import _io
+import builtins
+import importlib
+import importlib.machinery
+import io
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import opacus
 import pytest
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
+from opacus_memprof.errors import MemprofError
+from opacus_memprof.planning import run_process
 from opacus_memprof.planning.changes import OpacusSetup
-from opacus_memprof.planning.configuration import Range, parse_modes, parse_range, with_argument
+from opacus_memprof.planning.configuration import (
+    PlannedConfiguration,
+    PlannedProgram,
+    Range,
+    parse_modes,
+    parse_range,
+    parse_search,
+    places_of_batch,
+    with_argument,
+    with_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,3 +81,88 @@ def test_drawn_batches_have_the_size_that_is_planned(monkeypatch: pytest.MonkeyP
     for samples, size in ((100, 7), (5, 5)):
         sampler = UniformWithReplacementSampler(num_samples=samples, sample_rate=0.5, steps=3)
         assert [*sampler] == [[*range(size)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("BATCH = 256  # samples", "BATCH = 7  # samples"),
+        ("    batch_size: int = 64", "    batch_size: int = 7"),
+        ('cfg = {"lr": 1, "batch_size": 32, "img": 224}', 'cfg = {"lr": 1, "batch_size": 7, "img": 224}'),
+        (
+            "loader = DataLoader(data, num_workers=2, batch_size=64)",
+            "loader = DataLoader(data, num_workers=2, batch_size=7)",
+        ),
+        ("  per_device_train_batch_size: 8", "  per_device_train_batch_size: 7"),
+        ("conv2d = 3", "conv2d = 7"),
+    ],
+)
+def test_a_number_in_a_line_is_changed(tmp_path: Path, text: str, changed: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"first = 1\n{text}\nlast = 3\n")
+    assert with_number(str(file), 2, 7) == f"first = 1\n{changed}\nlast = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(1, "does not say which number is meant in 'a, b = 1, 2'"), (2, "is meant in 'x = 0.5'"), (9, "has 2 lines")],
+)
+def test_a_line_without_a_number_to_change_is_refused(tmp_path: Path, line: int, words: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("a, b = 1, 2\nx = 0.5\n")
+    with pytest.raises(MemprofError, match=words):
+        parse_search([f"{file}:{line}=1..9"])
+    with pytest.raises(MemprofError, match="cannot be read"):
+        parse_search([f"{tmp_path / 'none.py'}:1=1..9"])
+
+
+@pytest.mark.parametrize(
+    ("source", "places"),
+    [
+        ("BATCH = 256", ["train.py:1 (BATCH = 256)"]),
+        ("import os\nB = int(os.environ.get('BATCH', 256))", ["env:BATCH (line 2)"]),
+        ("p.add_argument('--train-batch-size', type=int, default=4)", ["train-batch-size (line 1)"]),
+        ("cfg = dict(lr=1, bs=32)\n", ["train.py:1 (cfg = dict(lr=1, bs=32))"]),
+        ("x = torch.zeros(batch, 128)\nclass C:\n  batch_size: int = 16", ["train.py:3 (batch_size: int = 16)"]),
+        ("def train(:", []),
+    ],
+)
+def test_where_a_program_has_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, places: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source)
+    assert places_of_batch(PlannedProgram("train.py")) == places
+
+
+def test_a_program_finds_the_values_that_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its environment, in a file that it opens, and in a module of which there is bytecode."""
+    for module, name in ((builtins, "open"), (io, "open"), (io, "open_code"), (_io, "open_code")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(
+        importlib.machinery.SourceFileLoader, "path_stats", importlib.machinery.SourceFileLoader.path_stats
+    )
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(run_process, "_NOT_READ", set())
+    monkeypatch.setenv("BATCH", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = {"made_settings.py": "BATCH = 64\n", "made.yaml": "batch: 64\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    module = importlib.import_module("made_settings")
+    environment = dict(os.environ)
+
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "t4")
+    for name in ("env:BATCH", *(f"{tmp_path / each}:1" for each in texts)):
+        configuration = Range(name, 1, 9).apply(configuration, 7)
+    (tmp_path / "run").mkdir()
+    run_process._apply(configuration, tmp_path / "run")
+    assert os.environ["BATCH"] == "7"
+    assert not run_process.has_changed(environment)  # no package reads it
+    assert importlib.reload(module).BATCH == 7
+    assert (tmp_path / "made.yaml").read_text() == "batch: 7\n"
+    with open(tmp_path / "made.yaml", encoding="utf-8") as content:
+        assert content.read() == "batch: 7\n"
+    monkeypatch.undo()
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    sys.modules.pop("made_settings")
