@@ -259,6 +259,8 @@ def add_noise(
     def kernel(place: int) -> tuple[torch.device, torch.dtype, torch.dtype] | None:
         """Returns the properties that sums of one launch share; None if no launch can add the noise of this sum."""
         total, target = sums[place], written[place]
+        if total.is_cpu:
+            return None
         is_plain = all(type(x) is torch.Tensor and has_kernels(x) and x.is_contiguous() for x in (total, target))
         fits = is_plain and total.numel() and draws_in_place(total.nbytes)
         return (total.device, total.dtype, target.dtype) if fits else None

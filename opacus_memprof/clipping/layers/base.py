@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class KeptTensors:
 
     def version(self) -> int:
         """Returns a number that grows when a program writes to one of the tensors, which may be its own input."""
-        found = sum([stack._version for stack in self.stacks.values()])
+        found = sum(map(_version, self.stacks.values()))
         return found if self.pair is None else found + self.pair[0]._version + self.pair[1]._version
 
     @property
@@ -74,6 +75,9 @@ class KeptTensors:
         if self.pair is not None:
             yield "activation_hooks", self.pair[0]
             yield "backprop_copies", self.pair[1]
+
+
+_version = attrgetter("_version")
 
 
 class SplitFactors(NamedTuple):

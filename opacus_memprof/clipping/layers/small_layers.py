@@ -44,7 +44,8 @@ def find_deferred_norms(kept: dict[Layer, KeptTensors]) -> None:
                 continue
             stack = each.stacks.get(parameter)
             if stack is not None:
-                (stacks if is_small(stack) else large).append((each.norms, parameter, (stack,)))
+                is_large = stack.shape[0] == 1 and not is_small(stack)
+                (large if is_large else stacks).append((each.norms, parameter, (stack,)))
                 continue
             assert isinstance(layer, MatrixLayer)
             assert each.pair is not None

@@ -85,6 +85,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     ranks = 1
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_alone = True  # whether a sum is complete when it is formed
+    _params_of_step: list[nn.Parameter] | None = None  # while a step is prepared
     draws: Draws | None = None
     """The batches that the loader draws; None if they cannot be counted."""
 
@@ -106,6 +107,12 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The trained parameters. While a step is prepared they stay the same, and are not collected again."""
+        found: list[nn.Parameter] = super().params if self._params_of_step is None else self._params_of_step
+        return found
 
     @property
     def max_grad_norm(self) -> float:
@@ -279,14 +286,17 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 memory, into tensors beside the sums.
         """
         noisy: list[Any] = []
+        totals: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
         for parameter in params:
-            _check_processed_flag(parameter.summed_grad)
+            total = parameter.summed_grad
+            _check_processed_flag(total)
             if self._gets_noise(parameter):
                 noisy.append(parameter)
+                totals.append(total)
             else:
-                noiseless.append(parameter.summed_grad)
-        totals = [parameter.summed_grad for parameter in noisy]
+                noiseless.append(total)
+            del total
         targets = norms = None
         if check is not None:
             targets = [self._rounded_target(parameter) for parameter in noisy]
@@ -301,8 +311,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             targets=targets,
             norms=norms,
         )
-        for parameter, target in zip(noisy, targets or totals, strict=True):
-            parameter.summed_grad = target  # releases the sum in float32
+        if targets is not None:
+            for parameter, target in zip(noisy, targets, strict=True):
+                parameter.summed_grad = target  # releases the sum in float32
         del totals
         sums.divide(noiseless, divisor)
         for parameter in params:
@@ -346,6 +357,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 a CUDA graph is captured.
             ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
+        self._params_of_step = self.params
+        try:
+            return self._pre_step()
+        finally:
+            self._params_of_step = None
+
+    def _pre_step(self) -> bool:
         refuse_capture()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
@@ -459,7 +477,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 f"{what}: the accountant's epsilon does not hold for it. Train on each batch of the loader that "
                 "make_private returns, as it is. If the first dimension of the model's inputs is not the batch, make "
                 "it so: positions have counted as samples.",
-                stacklevel=4,
+                stacklevel=5,
             )
             self._has_warned = True
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, count
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +24,7 @@ from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, 
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
+_hooks_of_gradient = attrgetter("_backward_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL_BATCH = 16
 
@@ -43,6 +44,7 @@ class ModelState:
         self._dicts = [m.__dict__ for m in self._modules]
         self._seen_children, self._seen_hooks = Seen(), Seen()
         self._users_hooks: list[Any] = []
+        self._held: list[nn.Parameter] = []  # the parameters that `structure` has found
         self._child_tokens: tuple[Any, ...] = ()
         self._hook_tokens: tuple[Any, ...] = ()
         self._tokens = Tokens()
@@ -51,18 +53,16 @@ class ModelState:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
-        parameters = self._held_parameters()
+        held = self._held = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
         if self._seen_children.differ(chain.from_iterable(map(dict.values, self._children))):
             self._child_tokens = tuple(map(self._tokens.of, self._seen_children.objects))
-        return self._child_tokens, tuple(map(id, parameters)), tuple(map(_is_trained, parameters))
-
-    def _held_parameters(self) -> list[nn.Parameter]:
-        return [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
+        return self._child_tokens, tuple(map(id, held)), tuple(map(_is_trained, held))
 
     def modes(self) -> tuple[Any, ...]:
         """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.
 
-        Also returns the number of parameters with hooks on their gradients, and the values of `Attributes`.
+        Also returns the number of parameters with hooks on their gradients, and the values of `Attributes`. Called
+        after `structure`.
         """
         replaced = tuple(self._tokens.of(d["forward"]) for d in self._dicts if "forward" in d)
         classes = tuple(map(type, self._modules))
@@ -70,7 +70,7 @@ class ModelState:
             tuple(map(_is_training, self._modules)),
             classes,
             self._hooks_of_users(),
-            sum(bool(p._backward_hooks) for p in self._held_parameters()),
+            len(list(filter(None, map(_hooks_of_gradient, self._held)))),
             replaced,
             self._attributes.now(self._users_hooks),
         )
@@ -91,15 +91,13 @@ class Seen:
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
-        self._ids: list[int] = []
 
     def differ(self, objects: Iterable[Any]) -> bool:
         """Takes other objects. Returns whether these are not the same ones."""
         held = list(objects)
-        ids = list(map(id, held))
-        if ids == self._ids:
+        if len(held) == len(self.objects) and all(map(is_, held, self.objects)):
             return False
-        self.objects, self._ids = held, ids
+        self.objects = held
         return True
 
 
