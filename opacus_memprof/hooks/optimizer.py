@@ -8,7 +8,7 @@ optimizer run before and after the update.
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch.optim import Optimizer
@@ -187,8 +187,13 @@ class _StepHooks:
         self.tag_states(optimizer)
 
     @contain("following the beginning of an optimizer's update")
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         native.set_phase(OPTIMIZER_STEP)
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], _between_updates(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _between_updates(kwargs["closure"])}
+        return None
 
     @contain("following the end of an optimizer's update")
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -202,6 +207,31 @@ class _StepHooks:
     def tag_states(self, optimizer: Optimizer) -> None:
         self._tagged_parameters = len(optimizer.state)
         tag_states(optimizer)
+
+
+def _between_updates(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Wraps a closure, which trains inside of `step` and leaves the phase of what it has done last."""
+
+    @wraps(closure)
+    def call() -> Any:
+        native.set_phase(IDLE)
+        loss = closure()
+        native.set_phase(OPTIMIZER_STEP)
+        return loss
+
+    return call
+
+
+def observe_keras_update(optimizer: Any, *args: Any, **kwargs: Any) -> CallHook:
+    """Observes `apply` of an optimizer of Keras, which updates torch's tensors without an optimizer of torch."""
+    native.set_phase(OPTIMIZER_STEP)
+    try:
+        yield
+    finally:
+        native.set_phase(IDLE)
+    native.retag([variable.value for variable in optimizer.variables], OPTIMIZER_STATES)
+    native.end_step(True)
+    shapes.after_step()
 
 
 def wrap_methods(attachment: Attachment, optimizer: Optimizer) -> None:

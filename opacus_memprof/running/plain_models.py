@@ -10,6 +10,7 @@ left to do. If no such forward pass is seen, the models are attached at the opti
 
 import copyreg
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,10 +32,12 @@ from torch.utils.hooks import RemovableHandle
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import hide_profiler_hooks, looks_compiled, reachable_modules, reduce_to_noop
 from opacus_memprof.recording.faults import CallHook, contain, observe
+from opacus_memprof.recording.startup import AfterImport
 from opacus_memprof.session import Session
 
 T = TypeVar("T")
 _FIRST_BACKWARDS = 3
+_KERAS_OPTIMIZER = "keras.src.backend.torch.optimizers.torch_optimizer"  # imported if torch is Keras' backend
 
 
 class FollowWithoutEngine:
@@ -61,6 +64,7 @@ class FollowWithoutEngine:
         torch.autograd.backward = observe(torch.autograd.backward, self._observe_backward)
         torch.autograd.grad = observe(torch.autograd.grad, self._observe_grad)  # type: ignore[assignment]
         _recursive.create_script_module = hide_profiler_hooks(_recursive.create_script_module)
+        AfterImport(_KERAS_OPTIMIZER, _follow_keras)
 
     def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> CallHook:
         yield
@@ -214,6 +218,14 @@ class FollowWithoutEngine:
     def _stop_waiting(self, model: nn.Module) -> None:
         if (handle := self._waiting.pop(model, None)) is not None:
             handle.remove()
+
+
+@contain("following optimizers of Keras")
+def _follow_keras() -> None:
+    from opacus_memprof.hooks.optimizer import observe_keras_update
+
+    base = sys.modules[_KERAS_OPTIMIZER].TorchOptimizer
+    base.apply = observe(base.apply, observe_keras_update)
 
 
 class _FirstForwardHook:

@@ -110,6 +110,40 @@ def test_a_script_without_opacus(tmp_path: Path) -> None:
     assert modules["Sequential#2.2"]["model_parameters"] == (16 + 1) * 4
 
 
+def test_an_optimizer_of_keras(tmp_path: Path) -> None:
+    """A stand-in for Keras' base class, whose optimizers keep torch's tensors in variables and step by `apply`."""
+    module = tmp_path / "keras" / "src" / "backend" / "torch" / "optimizers" / "torch_optimizer.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "class TorchOptimizer:\n"
+        "    def apply(self, gradients, variables):\n"
+        "        change = [gradient * 0.1 for gradient in gradients]\n"
+        "        for state, each in zip(self.variables, change): state.value += each\n"
+        "        for variable, each in zip(variables, change): variable.data -= each\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import types, torch\n"
+        "from keras.src.backend.torch.optimizers.torch_optimizer import TorchOptimizer\n"
+        "model = torch.nn.Linear(500, 1000, bias=False)\n"
+        "optimizer = TorchOptimizer()\n"
+        "optimizer.variables = [types.SimpleNamespace(value=torch.zeros(1000, 500))]\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(2, 500)).sum().backward()\n"
+        "    optimizer.apply([p.grad for p in model.parameters()], list(model.parameters()))\n"
+        "    model.zero_grad()\n"
+    )
+    completed = python(*RUN, "-o", tmp_path / "out", script)
+    assert completed.returncode == 0, completed.stderr
+    device = profile_of(tmp_path / "out")["devices"]["cpu"]
+    weights = 500 * 1000 * 4
+    assert [step["complete"] for step in device["steps"]].count(True) == 3
+    assert device["peak"]["phase"] == "optimizer_step"
+    for name in ("optimizer_states", "optimizer_temporaries", "gradients", "model_parameters"):
+        assert weights <= device["peak"]["categories"][name] < weights + 100  # and torch's scalars
+    assert device["peak"]["categories"].get("unattributed", 0) < 100
+
+
 def test_unusual_training_without_opacus(tmp_path: Path) -> None:
     script = str(SCRIPTS / "plain_unusual.py")
     completed = python(*RUN, "-o", tmp_path / "out", script)

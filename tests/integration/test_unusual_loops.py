@@ -159,6 +159,31 @@ def test_a_forward_on_another_thread(elsewhere: str, tmp_path: Path) -> None:
     assert {name for name, _ in found} == {"0", "2"}
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_update_after_its_closure(by_name: bool, session: Any) -> None:
+    """What the update allocates is the optimizer's, although forward and backward have run since the step began."""
+    model = mlp()
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(BATCH, WIDTHS[0])).sum()
+        loss.backward()
+        return loss
+
+    class Update(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            self.temporary = torch.empty(1000)
+            return loss
+
+    update = Update(model.parameters(), lr=0.1)
+    session.attach(model, update)
+    loss = update.step(closure=closure) if by_name else update.step(closure)
+    assert loss.item() == model(torch.ones(BATCH, WIDTHS[0])).sum().item()
+    assert {category for category, _ in tags_of([update.temporary])} == {"optimizer_temporaries"}
+    assert native.counters()["devices"]["cpu"]["categories"]["unattributed"] == 0
+
+
 def test_after_an_evaluation_the_program_has_its_own(session: Any) -> None:
     training = Training(mlp())
     training.step(torch.randn(BATCH, WIDTHS[0]))

@@ -41,7 +41,7 @@ class KeptTensors:
 
     def version(self) -> int:
         """Returns a number that grows when a program writes to one of the tensors, which may be its own input."""
-        found = sum(map(_version, self.stacks.values()))
+        found: int = sum(map(_version, self.stacks.values()))
         return found if self.pair is None else found + self.pair[0]._version + self.pair[1]._version
 
     @property

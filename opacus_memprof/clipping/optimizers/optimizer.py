@@ -85,7 +85,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     ranks = 1
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_alone = True  # whether a sum is complete when it is formed
-    _params_of_step: list[nn.Parameter] | None = None  # while a step is prepared
+    _params_of_step: list[Any] | None = None  # while a step is prepared
     draws: Draws | None = None
     """The batches that the loader draws; None if they cannot be counted."""
 
@@ -109,9 +109,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         )
 
     @property
-    def params(self) -> list[nn.Parameter]:
+    def params(self) -> list[Any]:
         """The trained parameters. While a step is prepared they stay the same, and are not collected again."""
-        found: list[nn.Parameter] = super().params if self._params_of_step is None else self._params_of_step
+        found: list[Any] = super().params if self._params_of_step is None else self._params_of_step
         return found
 
     @property
