@@ -258,6 +258,11 @@ Values embedding_bag(const Values& arguments) {
           mode == kMax ? largest : at::empty({0}, indices.options())};
 }
 
+// The CPU's kernel reads what its own forward has left in a buffer.
+Values log_sigmoid_backward(const Values& arguments) {
+  return {arguments[0].toTensor() * at::sigmoid(-arguments[1].toTensor())};
+}
+
 }  // namespace
 
 Counterpart counterpart_of(const std::string& operation) {
@@ -272,6 +277,7 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::cudnn_batch_norm_backward", &batch_norm_backward},
       {"aten::_fused_rms_norm_backward", &rms_norm_backward},
       {"aten::histc", &histogram},
+      {"aten::log_sigmoid_backward", &log_sigmoid_backward},
       {"aten::_embedding_bag", &embedding_bag},
       {"aten::_embedding_bag_forward_only", &embedding_bag},
   };

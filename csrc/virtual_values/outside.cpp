@@ -43,19 +43,22 @@ void after_kernel(void* address, void* end) {
   ranges().set(span, State::assumed);
 }
 
-void before_copy(void* to, int to_device, const void* from, int from_device, std::size_t size) {
+int before_read(const void* from, std::size_t size) {
   const Span source{number(from), number(from) + size};
+  return static_cast<int>(size <= small_bytes() ? ranges().materialize(source) : State::assumed);
+}
+
+void after_write(void* to, std::size_t size, int state) {
   const Span target{number(to), number(to) + size};
-  State state = State::known;
-  if (from_device != 0)
-    state = source.size() <= small_bytes() ? ranges().materialize(source) : State::assumed;
-  if (to_device == 0) {
-    if (state != State::known) count_unknown_read("cudaMemcpy", state);
-  } else if (target.size() <= small_bytes()) {
-    ranges().set(target, state);
-  } else {
-    ranges().set_not_computed(target);
-  }
+  if (size > small_bytes()) return ranges().set_not_computed(target);
+  ranges().set(target, static_cast<State>(state));
+}
+
+void before_copy(void* to, int to_device, const void* from, int from_device, std::size_t size) {
+  const int state = from_device != 0 ? before_read(from, size) : static_cast<int>(State::known);
+  if (to_device != 0) return after_write(to, size, state);
+  if (static_cast<State>(state) != State::known)
+    count_unknown_read("cudaMemcpy", static_cast<State>(state));
 }
 
 void before_fill(void* to, const void* value, std::size_t width, std::size_t count) {
@@ -80,6 +83,8 @@ void observe_outside(bool (*in_operator)()) {
       .copy = &before_copy,
       .fill = &before_fill,
       .share = &share,
+      .read = &before_read,
+      .written = &after_write,
       .kernel = &after_kernel};
   auto* const observe = reinterpret_cast<void (*)(const virtual_gpu::Observer*)>(
       dlsym(RTLD_DEFAULT, "memprof_virtual_gpu_observe"));

@@ -197,16 +197,15 @@ bool all(const std::vector<std::int64_t>& numbers, std::size_t from, std::int64_
 // A convolution with kernels of one element over planes is a product of matrices for each sample,
 // which cuBLASLt does in place where a plane is large and aligned well enough; the gradient of the
 // weights is summed over the samples in fp32. Without a GPU cuDNN does not ask cuBLASLt and chooses
-// an engine that transposes all tensors first.
-std::int64_t product_workspace(const Convolution& convolution, Multiply multiply,
-                               std::int64_t chosen) {
+// an engine that transposes all tensors first. Nothing where its choice is the one with a GPU.
+std::optional<std::int64_t> product_workspace(const Convolution& convolution, Multiply multiply) {
   constexpr std::int64_t kAligned = 8;  // bytes
   constexpr std::int64_t kLarge = 64;   // numbers
   const bool product = all(convolution.weight, 2, 1) && all(convolution.stride, 0, 1) &&
                        all(convolution.padding, 0, 0) &&
                        convolution.input[1] == convolution.weight[1];
   if (multiply != Multiply::tensor_cores || !product || convolution.channels_last) {
-    return chosen;
+    return std::nullopt;
   }
   std::int64_t plane = 1;
   for (std::size_t index = 2; index < convolution.input.size(); ++index) {
@@ -216,10 +215,10 @@ std::int64_t product_workspace(const Convolution& convolution, Multiply multiply
   if (plane * (wide ? 4 : 2) % kAligned != 0) {
     const bool in_place = convolution.direction == Direction::data ||
                           (wide && convolution.direction == Direction::forward);
-    return in_place ? 0 : chosen;
+    return in_place ? std::optional<std::int64_t>(0) : std::nullopt;
   }
   if (plane < kLarge) {
-    return chosen;
+    return std::nullopt;
   }
   if (convolution.direction != Direction::filter) {
     return 0;
@@ -253,21 +252,25 @@ std::optional<Workspace> measured_workspace(const Convolution& convolution, Mult
 }
 
 // Gradients of weights on tensor cores are summed in pieces, of which cuDNN does not tell without a
-// GPU: at most so many, of so many bytes together, in 29 of 30.
+// GPU: at most so many, of so many bytes together, in 29 of 30. Of grouped convolutions nearly none
+// are.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
                                  std::int64_t chosen) {
-  constexpr std::int64_t kPieces = 64;
   constexpr std::int64_t kMost = std::int64_t{16} << 20U;
   if (measured().empty()) {
     return chosen;
   }
-  const std::int64_t bytes = product_workspace(convolution, multiply, chosen);
-  if (multiply != Multiply::tensor_cores || convolution.direction != Direction::filter) {
-    return bytes;
+  if (const auto bytes = product_workspace(convolution, multiply)) {
+    return *bytes;
   }
+  if (multiply != Multiply::tensor_cores || convolution.direction != Direction::filter ||
+      convolution.input[1] != convolution.weight[1]) {
+    return chosen;
+  }
+  const std::int64_t pieces = convolution.channels_last ? 16 : 64;
   const std::int64_t piece = std::accumulate(convolution.weight.begin(), convolution.weight.end(),
                                              kSum, std::multiplies<>());
-  return bytes + std::min(kMost, kPieces * piece);
+  return chosen + std::min(kMost, pieces * piece);
 }
 
 }  // namespace opacus_memprof::virtual_gpu

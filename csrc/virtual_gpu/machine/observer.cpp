@@ -40,6 +40,14 @@ void Outside::fill(void* to, const void* value, std::size_t width, std::size_t c
   if (outside_ && on_device(to) != 0) observer().fill(to, value, width, count);
 }
 
+int Outside::read(const void* address, std::size_t size) const {
+  return outside_ && size > 0 ? observer().read(address, size) : 0;
+}
+
+void Outside::written(void* address, std::size_t size, int known) const {
+  if (outside_ && size > 0) observer().written(address, size, known);
+}
+
 void Outside::kernel_has(std::uintptr_t address) const {
   if (!outside_) return;
   const auto range = machine().memory.find(pointer(address));

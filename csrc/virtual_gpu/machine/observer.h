@@ -19,6 +19,10 @@ struct Observer {
   void (*fill)(void* to, const void* value, std::size_t width, std::size_t count) = nullptr;
   // Memory that the host writes, too.
   void (*share)(void* address, std::size_t size) = nullptr;
+  // What a computation outside of operators reads, and how far that is known; what it writes is as
+  // far known as the least of it.
+  int (*read)(const void* address, std::size_t size) = nullptr;
+  void (*written)(void* address, std::size_t size, int known) = nullptr;
   // A kernel has this address; `end` is that of the driver's allocation.
   void (*kernel)(void* address, void* end) = nullptr;
 };
@@ -34,6 +38,8 @@ class Outside {
   Outside();
   void copy(void* to, const void* from, std::size_t size) const;
   void fill(void* to, const void* value, std::size_t width, std::size_t count) const;
+  [[nodiscard]] int read(const void* address, std::size_t size) const;
+  void written(void* address, std::size_t size, int known) const;
   // Does nothing where no device's memory is there.
   void kernel_has(std::uintptr_t address) const;
   [[nodiscard]] explicit operator bool() const noexcept { return outside_; }

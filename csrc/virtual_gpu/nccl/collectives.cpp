@@ -11,14 +11,17 @@
 #include "virtual_gpu/machine/machine.h"
 #include "virtual_gpu/nccl/communicators.h"
 #include "virtual_gpu/nccl/reductions.h"
+#include "virtual_gpu/nccl/together.h"
 
 namespace virtual_gpu = opacus_memprof::virtual_gpu;
 
 namespace {
 
+using virtual_gpu::Collective;
 using virtual_gpu::Communicator;
 using virtual_gpu::element_size;
 using virtual_gpu::kSmall;
+using virtual_gpu::together;
 
 void move(void* to, const void* from, std::size_t size) {
   if (to != from && size > 0) {
@@ -146,6 +149,7 @@ ncclResult_t ncclGroupEnd() {
 ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            ncclRedOp_t operation, ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
+    if (together(all, {Collective::all_reduce, from, to, count, type, operation})) return;
     if (is_small(count, type)) {
       move(to, from, count * element_size(type));
       virtual_gpu::reduce_alike(to, count, type, operation, all.ranks);
@@ -157,6 +161,7 @@ ncclResult_t ncclReduce(const void* from, void* to, std::size_t count, ncclDataT
                         ncclRedOp_t operation, int root, ncclComm_t communicator,
                         cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
+    if (together(all, {Collective::reduce, from, to, count, type, operation, root})) return;
     if (all.rank == root && is_small(count, type)) {
       move(to, from, count * element_size(type));
       virtual_gpu::reduce_alike(to, count, type, operation, all.ranks);
@@ -169,6 +174,7 @@ ncclResult_t ncclReduce(const void* from, void* to, std::size_t count, ncclDataT
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            int root, ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
+    if (together(all, {Collective::broadcast, from, to, count, type, ncclSum, root})) return;
     const std::size_t size = bytes(count, type);
     if (all.rank != root) {
       post({nullptr, to, size, root, all.rank});
@@ -190,6 +196,7 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count, nc
                                ncclRedOp_t operation, ncclComm_t communicator,
                                cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
+    if (together(all, {Collective::reduce_scatter, from, to, count, type, operation})) return;
     if (is_small(count, type)) {
       const std::size_t size = count * element_size(type);
       move(to, offset(from, rank_of(all) * size), size);
@@ -201,6 +208,7 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count, nc
 ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count, ncclDataType_t type,
                            ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
+    if (together(all, {Collective::all_gather, from, to, count, type})) return;
     if (is_small(count, type, all.ranks)) {
       repeat(to, from, count * element_size(type), ranks_of(all));
     }

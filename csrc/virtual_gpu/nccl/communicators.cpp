@@ -15,13 +15,13 @@ int& next_split_size() {
   return ranks;
 }
 
-Handle Communicators::create(int ranks, int rank, int device) {
+Handle Communicators::create(int ranks, int rank, int device, std::uint64_t clique) {
   if (!machine().memory.take(device, kCommunicatorMemory)) {
     return 0;
   }
   const Handle handle = machine().streams.create_handle();
   const std::lock_guard lock(mutex_);
-  communicators_[handle] = {ranks, rank, device};
+  communicators_[handle] = {ranks, rank, device, clique};
   return handle;
 }
 

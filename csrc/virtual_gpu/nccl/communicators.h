@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -20,13 +21,14 @@ struct Communicator {
   int ranks = 1;
   int rank = 0;
   int device = 0;
+  std::uint64_t clique = 0;  // of whom all ranks are in this process; 0 for none
 };
 
 // Thread safe.
 class Communicators {
  public:
   // 0 where the device has no memory left for it.
-  Handle create(int ranks, int rank, int device);
+  Handle create(int ranks, int rank, int device, std::uint64_t clique = 0);
   // Nothing where it is not there, or no longer.
   [[nodiscard]] std::optional<Communicator> find(Handle communicator) const;
   // False where it is not there: a communicator may be aborted and then destroyed.

@@ -23,11 +23,11 @@ virtual_gpu::Handle handle(ncclComm_t communicator) {
 }
 
 ncclResult_t create(ncclComm_t* communicator, int ranks, int rank,
-                    int device = virtual_gpu::current_device()) {
+                    int device = virtual_gpu::current_device(), std::uint64_t clique = 0) {
   if (ranks < 1 || rank < 0 || rank >= ranks) {
     return ncclInvalidArgument;
   }
-  const auto created = communicators().create(ranks, rank, device);
+  const auto created = communicators().create(ranks, rank, device, clique);
   *communicator = reinterpret_cast<ncclComm_t>(created);
   return created == 0 ? ncclUnhandledCudaError : ncclSuccess;
 }
@@ -91,9 +91,11 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int ranks, int r
 }
 
 ncclResult_t ncclCommInitAll(ncclComm_t* all, int devices, const int* device_list) {
+  const virtual_gpu::Handle clique = virtual_gpu::machine().streams.create_handle();
   for (int rank = 0; rank < devices; ++rank) {
     const int device = device_list == nullptr ? rank : device_list[rank];
-    if (const auto result = create(&all[rank], devices, rank, device); result != ncclSuccess) {
+    if (const auto result = create(&all[rank], devices, rank, device, clique);
+        result != ncclSuccess) {
       return result;
     }
   }

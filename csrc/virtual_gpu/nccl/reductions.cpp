@@ -149,6 +149,33 @@ T reduced(T value, ncclRedOp_t operation, int ranks, double factor) {
   }
 }
 
+template <class T>
+T from_double(double value) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    return static_cast<T>(value);
+  } else {
+    return T::from(value);
+  }
+}
+
+// Everything that is neither a product nor an extreme is a sum.
+template <class T>
+T combined(T a, T b, ncclRedOp_t operation) {
+  using Wide = std::conditional_t<std::is_integral_v<T>, T, double>;
+  const auto wide_a = static_cast<Wide>(a);
+  const auto wide_b = static_cast<Wide>(b);
+  if (operation == ncclMax || operation == ncclMin) {
+    return (wide_a < wide_b) == (operation == ncclMax) ? b : a;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    const auto x = static_cast<std::uint64_t>(a);
+    const auto y = static_cast<std::uint64_t>(b);
+    return static_cast<T>(operation == ncclProd ? x * y : x + y);
+  } else {
+    return from_double<T>(operation == ncclProd ? wide_a * wide_b : wide_a + wide_b);
+  }
+}
+
 double read_scalar(const void* scalar, ncclDataType_t type) {
   double value = 1;
   dispatch(type, [&](auto zero) { value = static_cast<double>(load<decltype(zero)>(scalar)); });
@@ -202,6 +229,35 @@ void reduce_alike(void* values, std::size_t count, ncclDataType_t type, ncclRedO
     for (std::size_t index = 0; index < count; ++index) {
       const T result = reduced(load<T>(at + index * sizeof(T)), operation, ranks, factor);
       std::memcpy(at + index * sizeof(T), &result, sizeof(T));
+    }
+  });
+}
+
+void combine(void* into, const void* values, std::size_t count, ncclDataType_t type,
+             ncclRedOp_t operation) {
+  dispatch(type, [&](auto zero) {
+    using T = decltype(zero);
+    for (std::size_t index = 0; index < count; ++index) {
+      auto* const at = static_cast<char*>(into) + index * sizeof(T);
+      const T result = combined(
+          load<T>(at), load<T>(static_cast<const char*>(values) + index * sizeof(T)), operation);
+      std::memcpy(at, &result, sizeof(T));
+    }
+  });
+}
+
+void finish(void* values, std::size_t count, ncclDataType_t type, ncclRedOp_t operation,
+            int ranks) {
+  const double factor = operation == ncclAvg ? 1.0 / ranks : factor_of(operation).value_or(1);
+  if (factor == 1) {
+    return;
+  }
+  dispatch(type, [&](auto zero) {
+    using T = decltype(zero);
+    for (std::size_t index = 0; index < count; ++index) {
+      auto* const at = static_cast<char*>(values) + index * sizeof(T);
+      const T result = from_double<T>(static_cast<double>(load<T>(at)) * factor);
+      std::memcpy(at, &result, sizeof(T));
     }
   });
 }

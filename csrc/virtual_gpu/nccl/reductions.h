@@ -21,4 +21,9 @@ bool destroy_scaled_sum(ncclRedOp_t operation);
 void reduce_alike(void* values, std::size_t count, ncclDataType_t type, ncclRedOp_t operation,
                   int ranks);
 
+// The same of ranks whose data differs, one after the other; and what follows after all of them.
+void combine(void* into, const void* values, std::size_t count, ncclDataType_t type,
+             ncclRedOp_t operation);
+void finish(void* values, std::size_t count, ncclDataType_t type, ncclRedOp_t operation, int ranks);
+
 }  // namespace opacus_memprof::virtual_gpu

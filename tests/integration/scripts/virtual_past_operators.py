@@ -15,6 +15,7 @@ from virtual_programs import numbers, report, said  # before torch
 
 import torch
 from torch import nn
+from torch.cuda import comm, nccl
 from torch.nn import functional
 
 CUDA = ctypes.CDLL(None)
@@ -271,6 +272,40 @@ def copies_of_lists_into_new_memory(device: str) -> Any:
 
 
 @program
+def collectives_of_two_gpus_in_one_process(device: str) -> Any:
+    def given() -> list[torch.Tensor]:  # which differ
+        return [numbers("cpu", 4), numbers("cpu", 4) * 5 + 1]
+
+    first, second = given()
+    if device == "cpu":
+        everything = torch.cat([first, second])
+        return [*[first + second] * 3, torch.maximum(first, second), first, everything, (first + second)[2:]]
+    there = [each.to(f"cuda:{index}") for index, each in enumerate(given())]
+    new = [torch.empty(8, device=each.device) for each in there]
+    found = [comm.reduce_add(there, 0)]
+    nccl.all_gather(there, new)
+    parts = [torch.empty(2, device=each.device) for each in there]
+    nccl.reduce_scatter(there, parts)
+    summed = [each.clone() for each in there]
+    nccl.all_reduce(summed)
+    largest = [each.clone() for each in there]
+    nccl.all_reduce(largest, op=2)  # ncclMax
+    copies = comm.broadcast(there[0], [0, 1])
+    return [*found, *summed, largest[1], copies[1], new[1], parts[1]]
+
+
+@program
+def data_parallel(device: str) -> Any:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    for parameter in model.parameters():
+        parameter.data.copy_(numbers(device, *parameter.shape) / 5)
+    parallel = nn.DataParallel(model) if device == "cuda" else model
+    loss = parallel(numbers(device, 6, 3)).pow(2).sum()
+    loss.backward()
+    return [loss, [parameter.grad for parameter in model.parameters()]]
+
+
+@program
 def training_in_a_graph(device: str) -> Any:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).to(device)
     for parameter in model.parameters():
@@ -323,6 +358,7 @@ def results_that_are_arguments(device: str) -> Any:
         torch.cummax(numbers(device, 6).flip(0), 0),
         torch.cummin(numbers(device, 6), 0),
         functional.logsigmoid(numbers(device, 5)),
+        torch.func.grad(lambda value: functional.logsigmoid(value).sum())(numbers(device, 5)),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from opacus_memprof import virtual_gpu
 
-virtual_gpu.start("h200")
+virtual_gpu.start("h200", count=2)
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
