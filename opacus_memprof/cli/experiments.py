@@ -279,10 +279,10 @@ def _described(chosen: Configuration, *, sizes: bool) -> str:
     private = "" if chosen.mode == "vanilla" else f", sigma {chosen.sigma:g}, max_grad_norm {chosen.max_grad_norm:g}"
     lines.append(
         tr(
-            "learning rate {rate:g}{private}, {steps} steps",
+            "learning rate {rate:g}{private}, {steps}",
             rate=chosen.learning_rate,
             private=private,
-            steps=chosen.num_steps,
+            steps=tr_sentence(format_count(chosen.num_steps, "step")),
         )
     )
     return "\n".join(lines)
@@ -350,7 +350,7 @@ def _run(
     for reason in dict.fromkeys(row.result.data.reason for row in rows if row.result.data):
         console.print(tr("data: {reason}", reason=tr_sentence(reason)), highlight=False, markup=False, soft_wrap=True)
     counts = Counter(row.outcome for row in rows)
-    listed = ", ".join(f"{count} {tr(outcome)}" for outcome, count in counts.items())
+    listed = ", ".join(tr("{count} {outcome}", count=count, outcome=tr(outcome)) for outcome, count in counts.items())
     ended = tr("{listed}. The results are in {directory}", listed=listed, directory=results_dir.absolute())
     console.print(ended, highlight=False, markup=False, soft_wrap=True)
     if any(not row.finished and not row.ran_out_of_memory for row in rows):
