@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import opacus
+import torch
 from opacus.utils import batch_memory_manager
 from opacus.utils.batch_memory_manager import BatchMemoryManager, wrap_data_loader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch.utils.checkpoint import checkpoint
 
 from opacus_memprof.clipping import FlashClipEngineMixin, adopt_grad_samples, register_norm_samplers
 
@@ -36,6 +38,9 @@ class OpacusSetup:
         self._physical: int | None = values.get("max_physical_batch_size")
         self._drops_gradients = "drop_gradients" in values
         self._sets_to_none = "set_to_none" in values
+        self._data_type: str | None = values.get("dtype")
+        self._has_sgd = "optimizer" in values
+        self._units = [name for change in changes if change["kind"] == "checkpoint" for name in change["modules"]]
         if "drawn_batch" in values:
             _fix_drawn_batches(values["drawn_batch"])
         if "adopt_grad_samples" in values:
@@ -57,6 +62,13 @@ class OpacusSetup:
         mode = self._mode or before
         if mode == "flash_clip" and not isinstance(engine, FlashClipEngineMixin):
             engine.__class__ = type("PrivacyEngine", (FlashClipEngineMixin, type(engine)), {})
+        if self._data_type is not None:
+            _convert(kwargs["module"], getattr(torch, self._data_type))
+        if self._units:
+            _checkpoint(kwargs["module"], self._units, reentrant=mode != "flash_clip")
+        if self._has_sgd:
+            groups = kwargs["optimizer"].param_groups
+            kwargs["optimizer"] = torch.optim.SGD([{"params": each["params"], "lr": each["lr"]} for each in groups])
         prepared = list(original(engine, **{**kwargs, "grad_sample_mode": mode}))
         if before in _TWO_PASSES and mode not in _TWO_PASSES:
             prepared.insert(2, kwargs["criterion"])
@@ -89,6 +101,28 @@ class OpacusSetup:
         rate = getattr(sampler, "sample_rate", None)
         if rate is not None:
             self.poisson = {"samples": len(loader.dataset), "rate": float(rate), "steps": len(loader)}
+
+
+def _convert(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Converts a model, and what it is called with."""
+
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def convert(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(converted, arguments)), {name: converted(value) for name, value in named.items()}
+
+    module.to(dtype).register_forward_pre_hook(convert, with_kwargs=True)
+
+
+def _checkpoint(module: Any, units: Sequence[str], *, reentrant: bool) -> None:
+    """Puts activation checkpoints around parts of a model, as its own method does if it has one."""
+    if hasattr(module, "gradient_checkpointing_enable"):
+        module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return
+    for name in units:
+        unit = module.get_submodule(name)
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=reentrant)
 
 
 def _fix_drawn_batches(size: int) -> None:

@@ -333,6 +333,8 @@ def _instead(program: PlannedProgram, searched: Range) -> str:
     if not places:
         return _ANOTHER
     found = " or ".join(places[:_MOST_PLACES])
+    if ":" not in found:
+        return f"search {found} instead"
     return f"search {found} instead, or write {searched.name}=1 after the script, if it takes that, to be replaced"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether a configuration fits and by how much, and tries suggestions on the virtual GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from opacus_memprof.virtual_gpu.devices import GPUS, find_gpu
 
 LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak of programs that fit on no real GPU
 _MOST_ADVICE = 4
+_IN_MAKE_PRIVATE = {"checkpoint", "dtype", "optimizer"}
+"""Changes that need an edit, and that a run applies to what the program gives to make_private."""
 _EXACT = 0.98  # memory below this part of what is needed is known not to suffice
 _MIB = 2**20  # to which the memory of cards is rounded up
 
@@ -116,8 +118,9 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
     if run.fits:
         return Verdict(configuration, run, needed=least_memory(runs, configuration, run))
     report = run.oom_report() or {}
-    suggestions = _worth_trying(report.get("suggestions", ()))
-    changed = [_applied(configuration, suggestion["actions"], mode_argument) for suggestion in suggestions]
+    kinds = APPLICABLE | (_IN_MAKE_PRIVATE if report.get("mode") else set())
+    suggestions = _worth_trying(report.get("suggestions", ()), kinds)
+    changed = [_applied(configuration, suggestion["actions"], kinds, mode_argument) for suggestion in suggestions]
     large = replace(configuration, memory=LARGEST_MEMORY)
     whole, *tried = runs.all([large, *(applied for applied in changed if applied is not None)])
     results = iter(tried)
@@ -133,7 +136,7 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
         needed = least_memory(runs, large, whole, memory_of(configuration))
     else:
         needed = max(report.get("needed", {}).get("bytes", 0), run.may_reserve or 0) + (run.context or 0)
-    advice.sort(key=lambda each: not (each.tried is not None and each.tried.fits))  # stable: smallest change first
+    advice.sort(key=_rank)  # stable: smallest change first
     return Verdict(configuration, run, whole if whole.fits else None, needed, advice)
 
 
@@ -181,22 +184,32 @@ def _whole(size: int) -> int:
     return -(-size // _MIB) * _MIB
 
 
-def _worth_trying(suggestions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _rank(advice: Advice) -> int:
+    """Ranks what was tried and fits first, then what was not tried, what is too large, and what failed."""
+    if advice.tried is None:
+        return 1
+    return 3 if advice.failure else 0 if advice.tried.fits else 2
+
+
+def _worth_trying(suggestions: Sequence[Mapping[str, Any]], kinds: Set[str]) -> list[Mapping[str, Any]]:
     """Returns the suggestions to try: first suggestions that are predicted to fit, then others."""
     fitting = [each for each in suggestions if each["fits"] is not False]
-    others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"])]
+    others = [each for each in suggestions if each["fits"] is False and _is_applicable(each["actions"], kinds)]
     return [*fitting, *others][:_MOST_ADVICE]
 
 
-def _is_applicable(actions: Sequence[Mapping[str, Any]]) -> bool:
-    return all(action["kind"] in APPLICABLE for action in actions)
+def _is_applicable(actions: Sequence[Mapping[str, Any]], kinds: Set[str]) -> bool:
+    return all(action["kind"] in kinds for action in actions)
 
 
 def _applied(
-    configuration: PlannedConfiguration, actions: Sequence[Mapping[str, Any]], mode_argument: str | None
+    configuration: PlannedConfiguration,
+    actions: Sequence[Mapping[str, Any]],
+    kinds: Set[str],
+    mode_argument: str | None,
 ) -> PlannedConfiguration | None:
     """Returns the configuration with these changes; None if they need an edit of the program."""
-    if not _is_applicable(actions):
+    if not _is_applicable(actions, kinds):
         return None
     changes = []
     for action in actions:
@@ -209,4 +222,4 @@ def _applied(
             if action["value"] == "ghost":  # the program must take a criterion from make_private
                 return None
         changes.append(dict(action))
-    return replace(configuration, changes=tuple(changes))
+    return replace(configuration, changes=(*configuration.changes, *changes))

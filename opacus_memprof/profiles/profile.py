@@ -202,7 +202,7 @@ class Improvement(JsonObject):
     Attributes:
         title: the change, for people. `code`: the same as code. `computed`: how the prediction was computed.
         predicted_peak_bytes: the peak with the change.
-        needs_edit: whether `plan` cannot try it, because the program must be edited.
+        needs_edit: whether the program must be edited for it.
     """
 
     title: str

@@ -79,8 +79,8 @@ FAULTS = [
     Fault(
         "advice_that_fails_comes_first",
         "verdict.py",
-        "advice.sort(key=lambda each: not (",
-        "advice.sort(key=lambda each: (",
+        "else 0 if advice.tried.fits else 2",
+        "else 2 if advice.tried.fits else 0",
         "What was tried and fits stands last.",
         unit("plan_search::advice_is_tried_and_what_fits_comes_first"),
         room="planning",
@@ -92,6 +92,15 @@ FAULTS = [
         "run.may_reserve or 0)",
         "What a program needs that fits on no GPU lacks CUDA's context.",
         unit("plan_search::advice_is_tried_and_what_fits_comes_first"),
+        room="planning",
+    ),
+    Fault(
+        "changes_without_make_private",
+        "verdict.py",
+        '(_IN_MAKE_PRIVATE if report.get("mode") else set())',
+        "_IN_MAKE_PRIVATE",
+        "A change that was applied to nothing is said to be too large.",
+        unit("plan_search::what_is_applied_in_make_private_is_tried_where_it_is_called"),
         room="planning",
     ),
     Fault(

@@ -14,6 +14,7 @@ from typing import Any
 
 import opacus
 import pytest
+import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from opacus_memprof.errors import MemprofError
@@ -69,6 +70,32 @@ def test_a_program_of_ghost_clipping_gets_its_criterion_in_the_same_place(monkey
     engine: Any = opacus.PrivacyEngine()
     prepared = engine.make_private(criterion="criterion", grad_sample_mode="ghost")
     assert prepared == ("model", "optimizer", "criterion", "loader")
+
+
+def test_advice_is_applied_to_what_make_private_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model computes in 16 bits, its part keeps nothing but an input, and the optimizer keeps no states."""
+
+    def make_private(engine: Any, **given: Any) -> tuple[Any, Any, None]:
+        return given["module"], given["optimizer"], None
+
+    monkeypatch.setattr(opacus.PrivacyEngine, "make_private", make_private)
+    part = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Tanh())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), part)
+    adam = torch.optim.Adam(model.parameters(), lr=0.5)
+    changes: list[dict[str, Any]] = [{"kind": "checkpoint", "modules": ["1"]}]
+    OpacusSetup([*changes, {"kind": "dtype", "value": "bfloat16"}, {"kind": "optimizer", "value": "SGD"}])
+    engine: Any = opacus.PrivacyEngine()
+    module, optimizer, _ = engine.make_private(module=model, optimizer=adam)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept) or kept, lambda kept: kept):
+        output = module(torch.ones(2, 4))
+    assert output.dtype == torch.bfloat16
+    assert sum(each.shape == (2, 4) for each in saved) == 2  # inputs of the first layer and of the part
+    output.sum().backward()
+    optimizer.step()
+    assert not optimizer.state
+    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.5)
+    assert {id(each) for each in optimizer.param_groups[0]["params"]} == {id(each) for each in model.parameters()}
 
 
 def test_drawn_batches_have_the_size_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

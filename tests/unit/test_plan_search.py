@@ -354,6 +354,34 @@ def test_advice_is_tried_and_what_fits_comes_first() -> None:
     assert verdict.spare == GPUS["t4"].total_memory - 1300
 
 
+@pytest.mark.parametrize("mode", ["", "hooks"])
+def test_what_is_applied_in_make_private_is_tried_where_it_is_called(mode: str) -> None:
+    """And what fails stands last, what is too large before it."""
+    kinds = ("checkpoint", "dtype", "optimizer", "lora")
+    suggestions = [
+        {"title": kind, "code": "", "predicted_peak_bytes": 1, "actions": [{"kind": kind}], "fits": True}
+        for kind in kinds
+    ]
+    report = {"suggestions": suggestions, "mode": mode}
+    statuses = {"checkpoint": "failed", "dtype": "out_of_memory", "optimizer": "finished"}
+
+    def run_all(configurations: Sequence[PlannedConfiguration]) -> list[SimpleNamespace]:
+        changed = [each.changes[-1]["kind"] if each.changes else "" for each in configurations]
+        about = {"requested": 1, "reserved": 1, "may_reserve": 1000, "context": 300, "error": "E", "directory": ""}
+        return [
+            SimpleNamespace(**about, status=status, fits=status == "finished", oom_report=lambda: report)
+            for status in (statuses.get(kind, "out_of_memory") for kind in changed)
+        ]
+
+    runs: Any = SimpleNamespace(workers=2, all=run_all)
+    verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "t4"))
+    assert [(each.title, each.tried is not None, each.failure) for each in verdict.advice] == (
+        [("optimizer", True, ""), ("lora", False, ""), ("dtype", True, ""), ("checkpoint", True, "E")]
+        if mode
+        else [(kind, False, "") for kind in kinds]
+    )
+
+
 @pytest.mark.parametrize(
     ("exit_code", "profile", "ran_out", "status"),
     [
