@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On CUDA clipped sums of low precision are formed in float32: products of bfloat16 are split into two."""
 
+import contextlib
 import copy
 import math
 
@@ -15,6 +16,7 @@ from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.kernels.sums import sum_products
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
+from tests.exactness.program import changed_in_backward
 from tests.integration.flash_clip_models import make_private, vector_data
 
 pytestmark = pytest.mark.cuda
@@ -77,6 +79,38 @@ def test_convolutions_in_tf32_are_exact_and_not_refused(number: int) -> None:
             each += min(1.0, 1.0 / (norm + 1e-6)) * gradient
     errors = [float((p.grad - each).norm()) for p, each in zip(model.parameters(), total, strict=True)]
     assert math.hypot(*errors) < 0.05  # of bounds of 1 for each of the 12 samples
+
+
+@changed_in_backward
+def limited(g: torch.Tensor) -> torch.Tensor:
+    return g * (50 / g.norm().clamp(min=50))
+
+
+class Convolutions(nn.Module):
+    """Convolutions for which cuDNN takes kernels with TF32 in some sizes of a batch only, with a limit on gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        strided = nn.Conv2d(1, 32, 7, 2, 3), nn.GroupNorm(4, 32), nn.Tanh(), nn.Conv2d(32, 64, 3, padding=1), nn.Tanh()
+        deep = nn.MaxPool2d(2), nn.Conv2d(64, 128, 3, padding=1), nn.Tanh(), nn.Conv2d(128, 128, 3, 2, 1), nn.Tanh()
+        self.body = nn.Sequential(*strided, *deep, nn.Flatten(), nn.Linear(128 * 36, 64), nn.Tanh())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(limited(self.body(x)))
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("batch", [100, 33])
+@pytest.mark.parametrize("scale", [1.0, 1e4], ids=["below", "above"])
+def test_other_kernels_for_a_half_are_no_mixing_and_hide_none(batch: int, scale: float) -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(batch, 1, 46, 46), torch.randint(0, 10, (batch,)))
+    module, optimizer, _ = make_private(Convolutions().cuda(), data, "flash_clip", batch, noise_generator=None)
+    loss = functional.cross_entropy(module(data.tensors[0].cuda()), data.tensors[1].cuda())
+    (scale * loss).backward()
+    with contextlib.nullcontext() if scale == 1 else pytest.raises(MemprofError, match="outputs of the model explain"):
+        optimizer.step()
 
 
 @pytest.mark.true_numbers

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from opacus_memprof.clipping.arguments import has_sums_checked, is_checked, is_explained
+from opacus_memprof.clipping.proof.recorder import far_apart
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows
 
 SHAPES = [(3,), (3, 5), (3, 2, 7), (3, (1 << 17) + 9)]
@@ -79,3 +80,14 @@ def test_always_checks_everything_in_each_step(step: int) -> None:
     assert is_checked("always", step)
     assert is_explained("always", step)
     assert has_sums_checked("always", step)
+
+
+@pytest.mark.parametrize(("dtype", "is_far"), [(torch.float32, False), (torch.float64, True)])
+def test_a_unit_of_relu_may_change_its_sign_in_a_batch_of_another_size(dtype: torch.dtype, is_far: bool) -> None:
+    whole = torch.randn(64, 2048, dtype=dtype)
+    alone = whole.clone()
+    alone[3, 7] = 0
+    kept = torch.ones(64, dtype=torch.bool)
+    assert far_apart(Rows.of(whole), Rows.of(alone), kept)
+    assert far_apart(Rows.of(whole), Rows.of(alone), kept, may_jump=True) is is_far
+    assert far_apart(Rows.of(whole), Rows.of(whole * 1.01), kept, may_jump=True)

@@ -278,7 +278,7 @@ def add_gradients(outputs: list[torch.Tensor], given: list[torch.Tensor], total:
             p.grad = grad
 
 
-def _all_real(gradients: GradientSums) -> GradientSums:
+def all_real(gradients: GradientSums) -> GradientSums:
     """Returns complex gradients as pairs of real numbers, as the layers store them."""
     return {p: torch.view_as_real(g) if g is not None and g.is_complex() else g for p, g in gradients.items()}
 
@@ -299,7 +299,7 @@ def wrong_sums(
         The errors by parameter, relative to the gradient's norm, and whether all numbers are finite; other numbers
         prove nothing.
     """
-    expected = _all_real(autograd(1.0))
+    expected = all_real(autograd(1.0))
     owned = [(p, own.dtype, _distance(own.total, expected.get(p))) for p, own in found]
     measured = {p: _norm(g) for p, g in expected.items() if g is not None}
     norms = dict(zip(measured, _numbers(measured.values()), strict=True))
@@ -337,7 +337,7 @@ def _forgive_rounding(
         if is_linear and error <= 8 * other.get(p, 0.0):
             del wrong[p]
     if any(p.is_cuda for p in wrong):
-        with _without_tf32():
+        with without_tf32():
             exact = differences(1.0)
         for p, error in list(wrong.items()):
             if error <= 8 * exact.get(p, 0.0):
@@ -345,11 +345,11 @@ def _forgive_rounding(
 
 
 def _present(sums: GradientSums) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    return ((parameter, total) for parameter, total in _all_real(sums).items() if total is not None)
+    return ((parameter, total) for parameter, total in all_real(sums).items() if total is not None)
 
 
 @contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Computes products and convolutions in full float32 inside the context."""
     cudnn: Any = torch.backends.cudnn
     backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -361,6 +361,20 @@ def _without_tf32() -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Computes convolutions by PyTorch's own kernels inside the context.
+
+    These take one sample at a time, and so give a sample the same bits in each batch.
+    """
+    before = torch.backends.cudnn.enabled
+    try:
+        torch.backends.cudnn.enabled = False
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

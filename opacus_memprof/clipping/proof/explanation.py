@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.proof.batches import as_output, has_samples
-from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
+from opacus_memprof.clipping.proof.by_hand import (
+    GradientSums,
+    add_gradients,
+    all_real,
+    without_cudnn,
+    without_tf32,
+    wrong_sums,
+)
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
@@ -87,16 +95,17 @@ class RecordedForward:
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
-    def add_gradients(self, total: GradientSums, weights: torch.Tensor) -> None:
+    def add_gradients(self, total: GradientSums, weights: torch.Tensor, parts: int = 1) -> None:
         """Adds the gradients of parameters from the outputs alone, by plain autograd.
 
         Args:
             total: the gradients so far by parameter.
             weights: the factors of the samples' gradients, [B].
+            parts: the number of parts of the batch, one after the other, if it can be split.
         """
         # Samples are independent, so the batch can be split, unless its parts would draw other random numbers.
         is_one = self.draws or any(self.wheres[i] is None for i in self.gradients)
-        size = self.batch if is_one else -(-self.batch // _PARTS)
+        size = self.batch if is_one else -(-self.batch // parts)
         for n in slices(self.batch, max(1, size)):
             self._add_part(n, total, weights)
 
@@ -245,17 +254,26 @@ def check_explained(
         return  # already clipped sums of a loss that all samples share: samples cannot be distinguished
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 
-    def autograd(scale: float) -> GradientSums:
+    def autograd(scale: float, parts: int) -> GradientSums:
         total: GradientSums = dict.fromkeys(names)
         for forward in recorded:
-            forward.add_gradients(total, weights * scale)
+            forward.add_gradients(total, weights * scale, parts)
         return total
 
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
     dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
     dtypes += [forward.computed_in for forward in recorded if forward.computed_in is not None]
     low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-    wrong, _ = wrong_sums(((p, Sum(total, [], low)) for p, total in _sums(each, workspace)), autograd)
+
+    def wrong_in(parts: int, sums: Iterator[tuple[nn.Parameter, torch.Tensor]]) -> dict[nn.Parameter, float]:
+        return wrong_sums(((p, Sum(total, [], low)) for p, total in sums), partial(autograd, parts=parts))[0]
+
+    wrong = wrong_in(_PARTS, _sums(each, workspace))
+    if wrong and any(parameter.is_cuda for parameter in wrong) and not wrong_in(1, _sums(each, workspace)):
+        # The kernels of the step explain it, which cuDNN takes for the whole batch; those for a part of it may round to
+        # another side of a ReLU. PyTorch's own kernels tell whether the parts add up to the whole.
+        with without_cudnn(), without_tf32():
+            wrong = wrong_in(_PARTS, ((p, g) for p, g in all_real(autograd(1.0, 1)).items() if g is not None))
     if wrong:
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(

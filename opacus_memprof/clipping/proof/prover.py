@@ -40,7 +40,7 @@ from opacus_memprof.clipping.proof.batches import (
     perturbed,
     tensors_in,
 )
-from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, wrong_sums
+from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, without_cudnn, without_tf32, wrong_sums
 from opacus_memprof.clipping.proof.recorder import (
     Doubt,
     ManyRecorder,
@@ -135,12 +135,49 @@ class Prover:
     def mixing(self, runs_jointly: bool = False) -> list[Doubt]:
         """Returns the layers whose data for a sample changes when other samples change or are missing.
 
+        What differs on CUDA is compared again without cuDNN and TF32. cuDNN rounds differently in each run and for each
+        size of a batch, often to TF32, and rounding that changes the sign of an input of ReLU changes gradients a lot.
+
         Args:
             runs_jointly: whether other ranks run the same forwards, so that this rank may not run more of them.
 
         Raises:
+            MemprofError: the model cannot be clipped exactly.
             MixingError: an output depends on other samples.
+            OutOfMemoryError: as PyTorch raises it.
         """
+        if not self._on_cuda():
+            return self._mixing(runs_jointly)
+        if runs_jointly:
+            with without_cudnn():
+                doubts = self._mixing(runs_jointly)
+            self.follow()
+            return doubts
+        doubts, refusal = [], None
+        try:
+            doubts = self._mixing(runs_jointly)
+        except MixingError as error:
+            refusal = error
+        if not doubts and refusal is None:
+            return []
+        trace, patterns = self.trace, self.patterns
+        try:
+            with without_cudnn(), without_tf32():
+                return self._mixing(runs_jointly)
+        except (MemprofError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # such as an operation that only cuDNN has
+            if refusal is not None:
+                raise refusal from None
+            return doubts
+        finally:
+            self.trace, self.patterns = trace, patterns
+
+    def _on_cuda(self) -> bool:
+        return any(parameter.is_cuda for parameter in self.program.trained)
+
+    def _mixing(self, runs_jointly: bool) -> list[Doubt]:
+        """Does the same as `mixing` with the kernels that PyTorch chooses."""
         batch = self.program.batch
         leaves, structure = self.program.leaves()
         whole = torch.ones(batch, dtype=torch.bool)
@@ -176,6 +213,14 @@ class Prover:
         Raises:
             MixingError: an output depends on other samples.
         """
+        if not self._is_mixing(digit):
+            return False
+        if not self._on_cuda():
+            return True
+        with without_cudnn(), without_tf32():  # see `mixing`
+            return self._is_mixing(digit)
+
+    def _is_mixing(self, digit: int) -> bool:
         leaves, structure = self.program.leaves()
         plans = halves(self.program.batch)
         first = 2 * digit % len(plans)
@@ -234,7 +279,7 @@ class Prover:
             )
 
     def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, Run]) -> list[Doubt]:
-        """Repeats `mixing` with half of the samples alone, in reverse order or, if that does not run, in order.
+        """Repeats `_mixing` with half of the samples alone, in reverse order or, if that does not run, in order.
 
         A sample's data may depend on the number of samples, too, or on its place among them. Gradients of a loss that
         all samples share depend on their number, so that the whole batch in reverse order is compared, too, if there is
@@ -275,7 +320,7 @@ class Prover:
         part = Prover(replace(self.program, batch=len(places), places=places), self.workspace)
         if share is None:
             other = part._backward(some, structure, kept, base.with_shared)
-            return base.at(places).differences(other, kept, no_leak=False)
+            return base.at(places).differences(other, kept, no_leak=False, is_same_size=False)
         of_whole, of_part = FixedDraws(share), FixedDraws(share)
         try:
             with of_whole:
@@ -296,7 +341,7 @@ class Prover:
             return []
         if share != MIDDLE and not (base.is_finite() and other.is_finite()):
             return []
-        return base.at(places).differences(other, kept, no_leak=False)
+        return base.at(places).differences(other, kept, no_leak=False, is_same_size=False)
 
     def _changed(
         self,

@@ -98,6 +98,10 @@ def _centered_in_backward(g: torch.Tensor) -> torch.Tensor:
     return g - g.mean(0)
 
 
+def _by_size_in_backward(share: float) -> Mix:
+    return changed_in_backward(lambda g: g * (1 + share * len(g)))
+
+
 @changed_in_backward
 def _limited_in_backward(g: torch.Tensor) -> torch.Tensor:
     """Limits the gradient of the whole batch, as some recipes do inside of models."""
@@ -204,6 +208,14 @@ PROGRAMS = [
     *(
         Program(f"mix_{name}_fp32", _graph(MIXES[name]), of_shape(8, 6), "refused", settings={"dtype": torch.float32})
         for name in ("centered", "weakly_1e-3", "detached_statistics", "neighbour_4")
+    ),
+    Program("mix_by_size_in_backward", _graph(_by_size_in_backward(1e-6)), of_shape(8, 6), "refused"),
+    Program(
+        "mix_by_size_in_backward_fp32",
+        _graph(_by_size_in_backward(0.01)),
+        of_shape(8, 6),
+        "refused",
+        settings={"dtype": torch.float32},
     ),
     Program("mix_after_step_3", _lately, lambda: [step(floats(5, 6), _count_steps) for _ in range(6)], "refused"),
     Program(
