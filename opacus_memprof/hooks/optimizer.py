@@ -7,7 +7,7 @@ optimizer run before and after the update.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -222,14 +222,23 @@ def _between_updates(closure: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def observe_keras_update(optimizer: Any, *args: Any, **kwargs: Any) -> CallHook:
-    """Observes `apply` of an optimizer of Keras, which updates torch's tensors without an optimizer of torch."""
+def observe_other_update(
+    states_of: Callable[[Any], Sequence[Any]], optimizer: Any, *args: Any, **kwargs: Any
+) -> CallHook:
+    """Observes the update of an optimizer that is not one of torch's, but updates torch's tensors.
+
+    Args:
+        states_of: returns the optimizer's states.
+        optimizer: the optimizer.
+        args: further arguments of the update.
+        kwargs: the same, by name.
+    """
     native.set_phase(OPTIMIZER_STEP)
     try:
         yield
     finally:
         native.set_phase(IDLE)
-    native.retag([variable.value for variable in optimizer.variables], OPTIMIZER_STATES)
+    native.retag(states_of(optimizer), OPTIMIZER_STATES)
     native.end_step(True)
     shapes.after_step()
 

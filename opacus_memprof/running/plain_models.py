@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +38,16 @@ from opacus_memprof.session import Session
 
 T = TypeVar("T")
 _FIRST_BACKWARDS = 3
-_KERAS_OPTIMIZER = "keras.src.backend.torch.optimizers.torch_optimizer"  # imported if torch is Keras' backend
+# Optimizers that are not torch's: their module, class and update, and what returns the states of one.
+_OTHER_OPTIMIZERS: list[tuple[str, str, str, Callable[[Any], list[Any]]]] = [
+    (  # imported if torch is Keras' backend
+        "keras.src.backend.torch.optimizers.torch_optimizer",
+        "TorchOptimizer",
+        "apply",
+        lambda optimizer: [variable.value for variable in optimizer.variables],
+    ),
+    ("fastai.optimizer", "Optimizer", "step", lambda optimizer: list(optimizer.state.values())),
+]
 
 
 class FollowWithoutEngine:
@@ -64,7 +74,8 @@ class FollowWithoutEngine:
         torch.autograd.backward = observe(torch.autograd.backward, self._observe_backward)
         torch.autograd.grad = observe(torch.autograd.grad, self._observe_grad)  # type: ignore[assignment]
         _recursive.create_script_module = hide_profiler_hooks(_recursive.create_script_module)
-        AfterImport(_KERAS_OPTIMIZER, _follow_keras)
+        for module, name, update, states_of in _OTHER_OPTIMIZERS:
+            AfterImport(module, partial(_follow_class, module, name, update, states_of))
 
     def _observe_init(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> CallHook:
         yield
@@ -220,12 +231,12 @@ class FollowWithoutEngine:
             handle.remove()
 
 
-@contain("following optimizers of Keras")
-def _follow_keras() -> None:
-    from opacus_memprof.hooks.optimizer import observe_keras_update
+@contain("following optimizers that are not torch's")
+def _follow_class(module: str, name: str, update: str, states_of: Callable[[Any], list[Any]]) -> None:
+    from opacus_memprof.hooks.optimizer import observe_other_update
 
-    base = sys.modules[_KERAS_OPTIMIZER].TorchOptimizer
-    base.apply = observe(base.apply, observe_keras_update)
+    cls = getattr(sys.modules[module], name)
+    setattr(cls, update, observe(getattr(cls, update), partial(observe_other_update, states_of)))
 
 
 class _FirstForwardHook:

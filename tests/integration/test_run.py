@@ -110,27 +110,36 @@ def test_a_script_without_opacus(tmp_path: Path) -> None:
     assert modules["Sequential#2.2"]["model_parameters"] == (16 + 1) * 4
 
 
-def test_an_optimizer_of_keras(tmp_path: Path) -> None:
-    """A stand-in for Keras' base class, whose optimizers keep torch's tensors in variables and step by `apply`."""
-    module = tmp_path / "keras" / "src" / "backend" / "torch" / "optimizers" / "torch_optimizer.py"
+_OTHERS = {  # the module, class and update of optimizers that are not torch's, and a state of theirs
+    "keras": ("keras.src.backend.torch.optimizers.torch_optimizer", "TorchOptimizer", "apply", "variables[0].value"),
+    "fastai": ("fastai.optimizer", "Optimizer", "step", "state[0]['average']"),
+}
+
+
+@pytest.mark.parametrize("framework", _OTHERS)
+def test_an_optimizer_that_is_not_torchs(tmp_path: Path, framework: str) -> None:
+    """A stand-in for the framework's class, with its names."""
+    name, cls, update, state = _OTHERS[framework]
+    module = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
     module.parent.mkdir(parents=True)
     module.write_text(
-        "class TorchOptimizer:\n"
-        "    def apply(self, gradients, variables):\n"
-        "        change = [gradient * 0.1 for gradient in gradients]\n"
-        "        for state, each in zip(self.variables, change): state.value += each\n"
-        "        for variable, each in zip(variables, change): variable.data -= each\n"
+        f"class {cls}:\n"
+        f"    def {update}(self, weight):\n"
+        "        change = weight.grad * 0.1\n"
+        f"        self.{state} += change\n"
+        "        weight.data -= change\n"
     )
     script = tmp_path / "train.py"
     script.write_text(
         "import types, torch\n"
-        "from keras.src.backend.torch.optimizers.torch_optimizer import TorchOptimizer\n"
+        f"from {name} import {cls}\n"
         "model = torch.nn.Linear(500, 1000, bias=False)\n"
-        "optimizer = TorchOptimizer()\n"
-        "optimizer.variables = [types.SimpleNamespace(value=torch.zeros(1000, 500))]\n"
+        f"optimizer = {cls}()\n"
+        "value = torch.zeros(1000, 500)\n"
+        "optimizer.variables, optimizer.state = [types.SimpleNamespace(value=value)], {0: {'average': value}}\n"
         "for _ in range(3):\n"
         "    model(torch.ones(2, 500)).sum().backward()\n"
-        "    optimizer.apply([p.grad for p in model.parameters()], list(model.parameters()))\n"
+        f"    optimizer.{update}(model.weight)\n"
         "    model.zero_grad()\n"
     )
     completed = python(*RUN, "-o", tmp_path / "out", script)
@@ -139,8 +148,8 @@ def test_an_optimizer_of_keras(tmp_path: Path) -> None:
     weights = 500 * 1000 * 4
     assert [step["complete"] for step in device["steps"]].count(True) == 3
     assert device["peak"]["phase"] == "optimizer_step"
-    for name in ("optimizer_states", "optimizer_temporaries", "gradients", "model_parameters"):
-        assert weights <= device["peak"]["categories"][name] < weights + 100  # and torch's scalars
+    for category in ("optimizer_states", "optimizer_temporaries", "gradients", "model_parameters"):
+        assert weights <= device["peak"]["categories"][category] < weights + 100  # and torch's scalars
     assert device["peak"]["categories"].get("unattributed", 0) < 100
 
 
