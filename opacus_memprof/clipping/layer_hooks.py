@@ -69,6 +69,7 @@ class LayerHooks:
         is_off: whether layers are ignored, in any thread: backward may run in another one.
         forward: the number of the forward that runs, or of the last one; its backward reports it.
         trace: the layers in the order in which that forward has called them; None for layers that no proof covers.
+        called: the layers that any forward, one of a proof included, has called.
         kept_bytes: CUDA memory that backward will keep for the deferred weights of the layers that have run since this
             was set to 0.
         running: the layers whose forward is running.
@@ -89,6 +90,7 @@ class LayerHooks:
     is_off: bool = False
     forward: int = 0
     trace: list[Layer | None] = field(default_factory=list)
+    called: set[Layer | None] = field(default_factory=set)
     kept_bytes: int = 0
     running: dict[Layer, Running] = field(default_factory=dict)
     _anchors: dict[torch.device, torch.Tensor] = field(default_factory=dict)

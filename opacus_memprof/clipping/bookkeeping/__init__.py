@@ -5,7 +5,7 @@ Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only wh
 so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -74,9 +74,10 @@ class Bookkeeping:
         self._unclipped: torch.Tensor | int = 0
         self._given: dict[int, GivenRows] = {}  # by the number of the forward
         self._counted: list[GivenRows] = []  # in earlier physical batches of this step
+        self._called: dict[int, set[Layer]] = {}  # by the number of the forward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_given": {}, "_counted": []}
+        return {**vars(self), "_given": {}, "_counted": [], "_called": {}}
 
     def clear(self) -> None:
         """Drops everything that is kept."""
@@ -158,6 +159,12 @@ class Bookkeeping:
         self._given[forward] = GivenRows(tensors, batch)
         if len(self._given) > _MOST_FORWARDS:
             del self._given[next(iter(self._given))]
+
+    def note_layers(self, forward: int, called: set[Layer]) -> None:
+        """Notes which layers a forward has called, for `check_complete`."""
+        self._called[forward] = called
+        if len(self._called) > _MOST_FORWARDS:
+            del self._called[next(iter(self._called))]
 
     def begin_backward(self, forward: int) -> None:
         """Called when a backward reaches the outputs of a forward, before any layer adds anything."""
@@ -309,12 +316,18 @@ class Bookkeeping:
         for check in checks:
             check.raise_unless_finite()
 
-    def check_complete(self, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    def check_complete(
+        self, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str], known: Set[Layer] = frozenset()
+    ) -> None:
         """Checks that every pass has a gradient for each parameter, and that what it has kept is as backward left it.
+
+        The gradient of a layer that the pass's forwards have left out is zero, as in LayerDrop, and so is that of a
+        layer whose output only such layers use.
 
         Args:
             parameters: the parameters of the optimizer.
             names: their names.
+            known: the layers that any forward has called; those of a pass may leave them out.
 
         Raises:
             MemprofError: a parameter has no gradient, there was no backward pass, the program has written to a tensor
@@ -336,14 +349,28 @@ class Bookkeeping:
             )
         for each in self._passes:
             present = each.parameter_ids()
-            missing = [names[parameter] for parameter in parameters if id(parameter) not in present]
+            missing = [parameter for parameter in parameters if id(parameter) not in present]
+            if missing and self._leaves_out_layers(each, known):
+                of_known = {id(parameter) for layer in known for parameter in layer.trainable()}
+                for parameter in missing:
+                    if id(parameter) in of_known:
+                        like = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+                        each.sums[parameter] = torch.zeros_like(like, dtype=sum_dtype(parameter.dtype))
+                missing = [parameter for parameter in missing if id(parameter) not in of_known]
             if missing:
                 raise MemprofError(
-                    f"no gradient reached {', '.join(missing)}: not used in the forward, or in eval mode. Freeze what "
-                    "is not trained with requires_grad_(False)."
+                    f"no gradient reached {', '.join(names[parameter] for parameter in missing)}: not used in the "
+                    "forward, or in eval mode. Freeze what is not trained with requires_grad_(False)."
                 )
             each.check_unchanged()
         check_given_once(map(self._given_to, self._passes), self._counted)
+
+    def _leaves_out_layers(self, each: BackwardPass, known: Set[Layer]) -> bool:
+        """Returns whether no forward of a pass has called some of the known layers."""
+        if not each.forwards or not each.forwards <= self._called.keys():
+            return False
+        called = set[Layer]().union(*(self._called[forward] for forward in each.forwards))
+        return any(layer not in called and layer.trainable() for layer in known)
 
     def _given_to(self, each: BackwardPass) -> list[GivenRows]:
         return [*each.given, *(self._given[forward] for forward in each.forwards if forward in self._given)]

@@ -190,13 +190,16 @@ class LayerRegistry:
         self._move(layer, module)
 
     def parent_of(self, layer: Layer) -> nn.Module:
-        """Returns the module that contains the layer's module. For the model itself, returns the model."""
+        """Returns the module that contains the layer's module and has a forward. Of the model itself, the model."""
         names = self._names[layer.module]
         parents = {name.rpartition(".")[0] for name in names}
         while len(parents) > 1:  # a module with several names: find the module that contains all of them
             longest = max(parents, key=lambda name: name.count(".") + bool(name))
             parents = (parents - {longest}) | {longest.rpartition(".")[0]}
-        parent: nn.Module = self._modules[parents.pop()]
+        path = parents.pop()
+        while path and isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
+            path = path.rpartition(".")[0]
+        parent: nn.Module = self._modules[path]
         return parent
 
     def _move(self, layer: Layer, target: nn.Module) -> None:

@@ -200,6 +200,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.bookkeeping.clear()
         let_reducer_run(self._module, True)
 
+    def called_layers(self) -> set[Layer]:
+        """Returns the layers that any forward, one of a proof included, has called."""
+        return {layer for layer in self.layer_hooks.called if layer is not None}
+
     def _attach(self) -> None:
         self._attached.attach(self.registry, self.registry.parameter_names())
 
@@ -407,6 +411,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 self._call, call.depth = None, 0
             if call.operations is not None and call.is_proved:
                 call.operations.learn()
+        hooks.called.update(hooks.trace)
+        self.bookkeeping.note_layers(hooks.forward, {layer for layer in hooks.trace if layer is not None})
         tensors = tensors_in(output)
         wheres = call.situation.wheres if call.situation is not None else wheres_by_shape(tensors, hooks.batch)
         outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]

@@ -199,7 +199,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         In recorded steps, also checks that the outputs explain all of them.
         """
         self._follow_model()
-        self.bookkeeping.check_complete(self.params, self._names)
+        self.bookkeeping.check_complete(self.params, self._names, self._module.called_layers())
         self._module.check_explained()
 
     def clip_and_accumulate(self) -> None:

@@ -8,6 +8,7 @@ whose tensors fit no arrangement are repeated as a part of the enclosing module.
 positions can be as long as the batch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,10 +23,12 @@ from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, refuse_repetition
+from opacus_memprof.clipping.proof.batches import HIGHEST, LOWEST, MIDDLE, FixedDraws
 from opacus_memprof.clipping.proof.sample_forwards import (
     SAMPLES,
     SIZE,
     Observation,
+    SampleForward,
     SampleForwards,
     TensorSummary,
 )
@@ -197,6 +200,8 @@ class Probe(SampleForwards):
                 raise MemprofError(CANNOT_REPEAT)
             return shared, self._breaking(shared, plain)
         found, unsuitable = self._match([each.observations for each in forwards])
+        if unsuitable and forwards[0].draws and _calls_differ(forwards):
+            found, unsuitable = self._match_with_fixed_draws(forwards)
         if unsuitable:
             return found, unsuitable
         used = forwards[0].used_parameters
@@ -209,6 +214,24 @@ class Probe(SampleForwards):
         if new and not unsuitable:  # their outputs will be expanded: try again with that
             return self._layouts({layer: w for layer, w in found.items() if _is_shared(layer, w)}, plain)
         return found, unsuitable
+
+    def _match_with_fixed_draws(self, forwards: list[SampleForward]) -> tuple[dict[Layer, Layout], list[Layer]]:
+        """Does what `_match` does, with the same random numbers whatever the number of samples.
+
+        Otherwise a layer that is left out at random would be called in some of the forwards only: dropout before it
+        draws as many numbers as there are samples. With low or with high numbers, nearly all layers are called.
+        """
+        found: dict[Layer, Layout] = {}
+        unsuitable: list[Layer] = []
+        for share in (HIGHEST, LOWEST, MIDDLE):
+            with FixedDraws(share):
+                fixed = [self.forward(samples, observe=True) for samples in self.samples]
+            more, wrong = self._match([each.observations for each in fixed])
+            for layer, layout in more.items():  # a model may return the outputs of the layers that it has called
+                if layer not in found or len(layout.outputs) > len(found[layer].outputs):
+                    found[layer] = layout
+            unsuitable += wrong
+        return {layer: w for layer, w in found.items() if layer not in unsuitable}, unsuitable
 
     def _match(self, forwards: list[list[Observation]]) -> tuple[dict[Layer, Layout], list[Layer]]:
         """Returns the layouts by layer, and the layers whose tensors fit no layout."""
@@ -301,7 +324,7 @@ class Probe(SampleForwards):
             calls = [self._call(each, layout) for each in observations if each.layer is layer]
             layer.changes_state = any(call.state is not None for call, _ in calls)
             parameters = {name: layer.module.get_parameter(name) for name in layer.names}
-            draws = any(call.draws for call, _ in calls)
+            draws = any(call.draws for call, _ in calls) or not calls
             for way in ("whole",) if draws else WAYS:
                 repetition = Repetition(layer.module, parameters, way)
                 with self.random.restored():  # and moved on: a loop from the same numbers may draw the same ones
@@ -329,13 +352,13 @@ class Probe(SampleForwards):
             leaves,
             each.structure,
             layout.inputs,
-            layout.outputs,
+            {i: where for i, where in layout.outputs.items() if i < len(outputs)},
             each.random,
             autocast_state(each.layer.device()),
         )
         call.leave_caches_out()
         call.draws, call.state = each.draws, each.state
-        return call, [outputs[i] for i in layout.outputs]
+        return call, [outputs[i] for i in call.outputs]
 
     def _breaking(self, shared: dict[Layer, Layout], plain: list[Any]) -> list[Layer]:
         """Returns the layers whose expanded outputs change the result of the model."""
@@ -394,6 +417,12 @@ def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[T
             return False
     a, b = where.by_sample(x.sums, SIZE), where.by_sample(y.sums, SIZE)
     return all(close(b[n], a[n]) for n in range(SIZE) if n != _CHANGED)
+
+
+def _calls_differ(forwards: list[SampleForward]) -> bool:
+    """Returns whether forwards have called layers another number of times."""
+    first, *others = (Counter(each.layer for each in forward.observations) for forward in forwards)
+    return any(counts != first for counts in others)
 
 
 def _is_integral(x: torch.Tensor) -> bool:

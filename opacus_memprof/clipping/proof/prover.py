@@ -429,6 +429,7 @@ class Prover:
                 yield hooks.trace
                 self.changes_state = self.changes_state or state.has_changed()
         finally:
+            hooks.called.update(hooks.trace)
             hooks.bookkeeping, hooks.batch, hooks.trace = before
             self._tensors = []  # releases the graph
 

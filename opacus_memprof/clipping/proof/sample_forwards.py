@@ -27,12 +27,13 @@ SIZE = len(SAMPLES[0])
 class SampleForward:
     """The data of one forward: summaries of output tensors, calls of layers, and parameters used outside of layers.
 
-    The parameters are given by id.
+    The parameters are given by id; `draws` is whether random numbers were drawn.
     """
 
     outputs: list[Any]
     observations: list[Observation]
     used_parameters: set[int]
+    draws: bool
 
 
 class SampleForwards:
@@ -89,9 +90,10 @@ class SampleForwards:
             torch.enable_grad(),
         ):
             output = self.run_model(args, kwargs)
+            draws = self.random.has_moved()
         leaves = tensors_in(output)
         used = used_parameters(leaves)
-        return SampleForward(summaries(leaves, len(samples) != SIZE), observed, used)
+        return SampleForward(summaries(leaves, len(samples) != SIZE), observed, used, draws)
 
     def leaves_of(self, samples: Sequence[int]) -> list[Any]:
         """Returns the leaves of the arguments for some samples, sorted by the sample of the batch they are made from.

@@ -177,7 +177,46 @@ def _seeded_by_size(h: torch.Tensor) -> torch.Tensor:
     return functional.dropout(h)
 
 
+def _left_out(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Leaves out whole blocks, as LayerDrop does; dropout before that draws as many numbers as there are samples."""
+    h = m.first(x)
+    for block in m.blocks:
+        if float(torch.rand([])) >= 0.4:
+            h = h + functional.dropout(checkpoint(block, h, use_reentrant=m.reentrant), 0.2)
+    return m.last(h)
+
+
+def _left_out_decoder(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Leaves out what alone uses the encoder's output."""
+    h = m.encoder(x)
+    return m.last(x + m.decoder(h) if float(torch.rand([])) < 0.5 else x)
+
+
+def _with_layer_drop(reentrant: bool) -> Callable[[], nn.Module]:
+    return lambda: Graph(
+        _left_out,
+        first=nn.Linear(6, 6),
+        blocks=nn.ModuleList(_mlp() for _ in range(2)),
+        last=nn.Linear(6, 3),
+        reentrant=reentrant,
+    )
+
+
+def _encoder_and_decoder() -> nn.Module:
+    return Graph(_left_out_decoder, encoder=nn.Linear(6, 4), decoder=nn.Linear(4, 6), last=nn.Linear(6, 3))
+
+
 PROGRAMS = [
+    *(
+        Program(
+            f"chance_layers_left_out_{name}", build, of_shape(5, 6, count=3), "exact", settings=_RANDOM, seeds=(2, 3)
+        )
+        for name, build in (
+            ("reentrant", _with_layer_drop(True)),
+            ("not_reentrant", _with_layer_drop(False)),
+            ("with_their_inputs", _encoder_and_decoder),
+        )
+    ),
     *(
         Program(f"chance_by_size_{name}", _by_size(draw), of_shape(5, 6, count=2), allowed, settings=_RANDOM)
         for name, draw, allowed in (
