@@ -7,7 +7,8 @@ module. A search goes through the heap and takes about a tenth of a second, so i
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -101,11 +102,21 @@ class OwnerSearch:
                 if module not in attached:
                     _claim_module(module, native.module_id(name), owner)
         for optimizer in optimizers:
-            for parameter in native.tensors_in(optimizer.param_groups):
-                module_id = native.owner_of(parameter) or owner.get(id(parameter))
-                native.retag_if(parameter, _UNCLAIMED, MODEL_PARAMETERS, module_id)
-                native.retag_if((parameter.grad,) if parameter.is_leaf else (), _UNCLAIMED, GRADIENTS, module_id)
-                native.retag_if((optimizer.state.get(parameter),), _UNCLAIMED, OPTIMIZER_STATES, module_id)
+            claim_tensors(optimizer, owner)
+
+
+def claim_tensors(optimizer: Optimizer, owner: Mapping[int, int] = MappingProxyType({})) -> None:
+    """Tags what an optimizer updates and keeps, where no hook has claimed it.
+
+    Args:
+        optimizer: the optimizer.
+        owner: ids of modules by the id of their parameter, for parameters of modules that are not attached.
+    """
+    for parameter in native.tensors_in(optimizer.param_groups):
+        module_id = native.owner_of(parameter) or owner.get(id(parameter))
+        native.retag_if(parameter, _UNCLAIMED, MODEL_PARAMETERS, module_id)
+        native.retag_if((parameter.grad,) if parameter.is_leaf else (), _UNCLAIMED, GRADIENTS, module_id)
+        native.retag_if((optimizer.state.get(parameter),), _UNCLAIMED, OPTIMIZER_STATES, module_id)
 
 
 def _claim_module(module: nn.Module, module_id: int, owner: dict[int, int]) -> None:

@@ -63,6 +63,7 @@ class FollowWithoutEngine:
         self._compiled: list[tuple[weakref.ref[Any], bool]] = []  # argument of torch.compile, and fullgraph
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._attached: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()  # by this object
+        self._of_tensors: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that are in no module
         self._waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
         self._modules_when_attached = observations.layer_shapes().modules  # hooks replace it when they attach a model
         self._index = ModelIndex()
@@ -145,6 +146,8 @@ class FollowWithoutEngine:
         """Attaches models whose forward was not seen: they are compiled, or the program calls their submodules."""
         if torch.compiler.is_compiling():
             return
+        if optimizer in self._of_tensors:
+            return self._claim_tensors(optimizer)
         if optimizer in self._stepped or optimizer not in self._optimizers or self._attached_by_others():
             return
         self._stepped.add(optimizer)
@@ -156,6 +159,13 @@ class FollowWithoutEngine:
         if not self._index.models_of(_parameters(optimizer)):  # tensors that are in no module
             self._session.attach(optimizer)
             self._attached.add(optimizer)
+            self._of_tensors.add(optimizer)
+            self._claim_tensors(optimizer)
+
+    def _claim_tensors(self, optimizer: Optimizer) -> None:
+        from opacus_memprof.hooks.owners import claim_tensors
+
+        claim_tensors(optimizer)
 
     def _search_owners(self) -> None:
         from opacus_memprof.hooks import search_owners

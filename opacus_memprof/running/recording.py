@@ -217,6 +217,9 @@ class ProgramRecording:
                 if raised
                 else "the program failed before its first training step: nothing is attributed to modules"
                 if status == "failed"
+                else "an optimizer updates tensors that are in no module: these, their gradients and the optimizer's "
+                "states are attributed, and what is computed from them is not"
+                if observations.layer_shapes().optimizer
                 else "no PrivacyEngine.make_private was seen, and no training of a model without it: nothing is "
                 "attributed to Opacus or to modules (a model can be passed to "
                 "opacus_memprof.session.current().attach)"

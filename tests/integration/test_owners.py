@@ -181,6 +181,31 @@ def test_raw_tensors_of_an_optimizer(device: str, tmp_path: Path) -> None:
     assert stack.startswith(f"program.py:{line_of(RAW_TENSORS, 'tensors = [')} in ")
 
 
+def test_small_tensors_of_an_optimizer(tmp_path: Path) -> None:
+    """As adapters that are made by hand: below what a search through the heap is worth."""
+    matrix = 4 * 8 * 1024
+    program = f"""
+def main():
+    A, B = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((8, {WIDTH}), ({WIDTH}, 8)))
+    optimizer = torch.optim.Adam([A, B], foreach=False)
+    for _ in range(3):
+        (torch.ones(1, {WIDTH}, device=device) @ B @ A).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+main()
+"""
+    script = tmp_path / "program.py"
+    script.write_text(BEGINNING + program)
+    done = python("-m", "opacus_memprof", "run", "--device", "cpu", "-o", tmp_path / "out", script, "cpu")
+    assert done.returncode == 0, done.stderr
+    profile = profile_of(tmp_path / "out")
+    (warning,) = profile["warnings"]
+    assert warning.startswith("an optimizer updates tensors that are in no module")
+    in_step = profile["devices"]["cpu"]["phases"]["optimizer_step"]["categories"]
+    assert in_step["model_parameters"] == in_step["gradients"] == 2 * matrix
+    assert 4 * matrix <= in_step["optimizer_states"] <= 4 * matrix + 64
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_copies_of_averaged_parameters(device: str, tmp_path: Path) -> None:
     """One is a module, which is an owner. The other is a list of tensors."""
