@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 import opacus_memprof.recording.native  # noqa: F401 (checks the version of torch before an extension is loaded)
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.versions import how_to_build
 from opacus_memprof.virtual_gpu.decisions import Frame
 
@@ -74,8 +75,16 @@ def install() -> None:
         _virtual.set_libraries([*sorted(paths), *(f"{folder}/" for folder in packages)])
         _virtual.install()
         _pass_higher_order_operators()
+        torch.UntypedStorage._share_cuda_ = _refuse_to_share  # type: ignore[method-assign]
         _patch_threads()
     _virtual.enable_thread()
+
+
+def _refuse_to_share(*_: Any, **__: Any) -> Any:
+    raise MemprofError(
+        "a CUDA tensor cannot be sent to another process from a virtual GPU, whose memory belongs to its process: send "
+        "it on the CPU (tensor.cpu()), and move it to the GPU there"
+    )
 
 
 def _pass_higher_order_operators() -> None:

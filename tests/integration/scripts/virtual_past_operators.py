@@ -16,7 +16,10 @@ from virtual_programs import numbers, report, said  # before torch
 import torch
 from torch import nn
 from torch.cuda import comm, nccl
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import functional
+
+from opacus_memprof.errors import MemprofError
 
 CUDA = ctypes.CDLL(None)
 PROGRAMS: dict[str, Callable[[str], Any]] = {}
@@ -303,6 +306,14 @@ def data_parallel(device: str) -> Any:
     loss = parallel(numbers(device, 6, 3)).pow(2).sum()
     loss.backward()
     return [loss, [parameter.grad for parameter in model.parameters()]]
+
+
+@program
+def tensors_for_other_processes(device: str) -> Any:
+    try:
+        return len(reduce_tensor(numbers(device, 3))) == 2
+    except MemprofError as error:
+        return "send it on the CPU (tensor.cpu())" in str(error)
 
 
 @program
