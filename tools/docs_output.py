@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,17 +32,13 @@ _COMMAND = re.compile(r"(opacus-memprof [a-z]+|python) ")
 _ROUNDING = re.compile(r"\d\.\de-\d\d")  # differs between processors
 
 
-def _printed_by(command: str, folder: Path, language: str, exit_code: int) -> list[str]:
+def _printed_by(
+    command: str, folder: Path, environment: dict[str, str], exit_code: int, python: Sequence[str]
+) -> list[str]:
     assert _COMMAND.match(command), command
     words = command.replace("opacus-memprof", "-m opacus_memprof", 1).removeprefix("python ").split()
-    environment = {
-        "COLUMNS": "80",
-        "OPACUS_MEMPROF_LANGUAGE": language,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
     ran = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE,
+        [*python, *words], cwd=folder, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=600,
     )  # fmt: skip
     assert ran.returncode == exit_code, (command, ran.stdout)
@@ -68,10 +65,18 @@ def _anew(shown: str, printed: list[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def regenerated(page: Path, folder: Path) -> str:
-    """The text of a page whose commands have run in this empty folder."""
+def regenerated(page: Path, folder: Path, python: Sequence[str] = (sys.executable,)) -> str:
+    """The text of a page whose commands have run in this empty folder, with `python` as the command of a Python."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    language = "zh" if page.parent.name == "zh" else "en"
+    environment = os.environ | {
+        "COLUMNS": "80",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    environment.pop("OPACUS_MEMPROF_LANGUAGE", None)
+    if page.parent.name == "zh":
+        environment["OPACUS_MEMPROF_LANGUAGE"] = "zh"
     printed: list[str] = []
     before = ""  # the program that the page has last saved
 
@@ -79,7 +84,9 @@ def regenerated(page: Path, folder: Path) -> str:
         nonlocal before
         whole, note, text = found[0], found["note"] or "", found["text"]
         if command := found["runs"] or (found["kind"] == "bash" and text.strip()):
-            printed.extend(_printed_by(command, folder, language, int(note.removeprefix("exits with ") or 0)))
+            printed.extend(
+                _printed_by(command, folder, environment, int(note.removeprefix("exits with ") or 0), python)
+            )
         elif note.startswith("file "):
             before = text
             (folder / note.removeprefix("file ")).write_text(text)

@@ -99,7 +99,7 @@ class ForkServer:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        ctypes.CDLL(None).exit(code)  # after handlers that C++ libraries have registered
+        ctypes.PyDLL(None).exit(code)  # runs handlers that C++ libraries have registered, which may need the GIL
         os._exit(code)
 
     def _check_environment(self, name: str) -> None:

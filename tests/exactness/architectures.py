@@ -411,3 +411,22 @@ SOUND: dict[str, Architecture] = {
 }
 
 ARCHITECTURES: dict[str, Architecture] = {**STATE_SPACE, **DECODERS, **ENCODERS, **SEQ2SEQ, **VISION, **SOUND}
+
+COVERED: dict[str, tuple[str, ...]] = {
+    "mamba2": ("bamba", "falcon_mamba", "falcon_h1"),
+    "qwen3_next": ("lfm2",),
+    "olmoe": ("qwen3_moe", "granite_moe", "granite_moe_hybrid"),
+    "glm4": ("olmo2", "nemotron", "persimmon", "smollm3", "helium", "exaone4"),
+    "codegen": ("biogpt", "ctrl", "openai_gpt"),
+    "convbert": ("roformer", "camembert", "ibert"),
+    "deberta_v2_checkpointed": ("deberta_v1",),
+    "t5_checkpointed": ("mt5", "umt5"),
+    "mbart": ("pegasus", "blenderbot", "m2m100"),
+    "swinv2": ("swin", "torchvision_swin_v2"),
+    "data2vec_vision": ("ijepa", "vit_msn", "dinov2_registers"),
+    "torchvision_efficientnet": ("torchvision_mobilenet_v3", "torchvision_regnet", "torchvision_resnext"),
+    "torchvision_densenet": ("torchvision_vgg",),
+    "convnext_drop_path": ("torchvision_convnext_drop_path",),
+    "wavlm": ("hubert", "unispeech", "data2vecaudio"),
+}
+"""Architectures whose kinds of layers, and of calls of them, another one has: these are nightly."""

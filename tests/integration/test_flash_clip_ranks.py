@@ -36,12 +36,23 @@ WITH_FOUR = {
         "fsdp2_hybrid",
     ],
 }
+# What one process does as well, each beside another case of the same shards.
+NIGHTLY = [
+    *("fsdp2 recognized", "fsdp2 kept", "fsdp2 float32", "fsdp2 unwrapped", "fsdp2 adapters"),
+    "fsdp2 lockstep in blocks",
+]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("groups", ["ddp dpddp", "fsdp2"])
 def test_ranks_train_as_one_process(groups: str, world: int) -> None:
-    check_cases("gloo", world, groups.split() if world == 2 else WITH_FOUR[groups], ENVIRONMENT)
+    with_two = [case for case in CASES if case.split()[0] in groups.split() and case not in NIGHTLY]
+    check_cases("gloo", world, with_two if world == 2 else WITH_FOUR[groups], ENVIRONMENT)
+
+
+@pytest.mark.nightly
+def test_ranks_train_as_one_process_in_more_ways() -> None:
+    check_cases("gloo", 2, NIGHTLY, ENVIRONMENT)
 
 
 def check_cases(backend: str, world: int, groups: list[str], environment: dict[str, str]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import interpreter
+
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = runpy.run_path(str(ROOT / "tools" / "docs_output.py"))
 
@@ -20,7 +22,7 @@ def test_a_page_shows_what_its_commands_print(page: Path, tmp_path: Path) -> Non
     shown = page.read_text(encoding="utf-8")
     if "t4" in shown and not native.HAS_CUDA:
         pytest.skip("built without CUDA: there is no virtual GPU")
-    assert OUTPUT["regenerated"](page, tmp_path) == shown
+    assert OUTPUT["regenerated"](page, tmp_path, interpreter()) == shown
 
 
 def test_lines_are_replaced_where_numbers_have_changed() -> None:

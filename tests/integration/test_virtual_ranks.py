@@ -2,9 +2,7 @@
 """One process simulates a rank of a large job on a virtual GPU; and torchrun's processes with a virtual GPU each."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 from tests.integration.scripts.train_ranks import CLASSES, FEATURES, WIDTH
+from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -22,15 +21,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def _nightly(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def python(*arguments: str | Path, returns: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-    )
+    command = [*interpreter(), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == returns, done.stdout + done.stderr
     return done
 
@@ -45,7 +42,7 @@ def sharded_elements(shape: list[int], ranks: int, rank: int) -> int:
     return rows * (1 if len(shape) == 1 else shape[1])
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (8, 0), (64, 63), (1024, 0)])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (64, 63), _nightly(8, 0), _nightly(1024, 0)])
 def test_what_fsdp2_holds_of_each_parameter(ranks: int, rank: int) -> None:
     """Storage of the shards, which all ranks have alike; the ones at the end have rows that are padding."""
     (found,) = printed(python(SCRIPTS / "virtual_fsdp2.py", rank, ranks))
@@ -56,7 +53,7 @@ def test_what_fsdp2_holds_of_each_parameter(ranks: int, rank: int) -> None:
     assert found["losses"] == 2
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (64, 0), (1024, 0)])
+@pytest.mark.parametrize(("ranks", "rank"), [(8, 7), (1024, 0), _nightly(64, 0)])
 def test_what_flash_clip_holds_under_fsdp2(tmp_path: Path, ranks: int, rank: int) -> None:
     """By category: shards of parameters, sums and optimizer states; one whole layer at a time while it runs."""
     many = ("--virtual-ranks", str(ranks), "--rank", str(rank))
@@ -122,7 +119,7 @@ def test_two_ranks_of_many_one_after_the_other(tmp_path: Path) -> None:
     assert "rank 1023 of 1024" in reported.stdout
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", [_nightly("ddp"), "fsdp2"])
 def test_torchrun(tmp_path: Path, wrap: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     script = ROOT / "examples/train_distributed.py"
@@ -193,12 +190,18 @@ def test_models_without_their_weights(tmp_path: Path) -> None:
     assert "quantized weights" in found["refusal"]
 
 
-@pytest.mark.parametrize("device", [["--device", "cpu"], ["--virtual-gpu", "h100", "--virtual-gpus", "2"]])
-def test_ranks_that_a_program_starts_record_themselves(tmp_path: Path, device: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("device", "endings"), [("--device cpu", ([], ["fail"])), ("--virtual-gpu h100 --virtual-gpus 2", (["fail"],))]
+)
+def test_ranks_that_a_program_starts_record_themselves(
+    tmp_path: Path, device: str, endings: tuple[list[str], ...]
+) -> None:
     """And the process that waits for them leaves no profile of its own, in a directory that can be used again."""
-    for attempt, failing in enumerate([[], ["fail"]]):
+    for attempt, failing in enumerate(endings):
         program = (SCRIPTS / "spawned_ranks.py", tmp_path / f"store{attempt}", *failing)
-        done = python("-m", "opacus_memprof", "run", *device, "-o", tmp_path / "out", *program, returns=len(failing))
+        done = python(
+            "-m", "opacus_memprof", "run", *device.split(), "-o", tmp_path / "out", *program, returns=len(failing)
+        )
         assert f"2 ranks, {'failed' if failing else 'finished'}" in done.stdout
         assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["rank_0", "rank_1", "ranks.json"]
         summary = json.loads((tmp_path / "out/ranks.json").read_text())
