@@ -82,7 +82,8 @@ def largest_physical_batch(
         directory: the directory for the profile, plan.json and the runs, see `plan`.
 
     Returns:
-        The number. It was run and fits; the next one does not, or is beyond `high`.
+        The number. It was run and fits; the next one does not, or is beyond `high`. From a hundred on, where torch has
+        to give cached memory back, one that is at most 1 % larger does not fit.
 
     Raises:
         MemprofError: not even `low` fits; memory does not depend on the number; the range is empty; or see `plan`.

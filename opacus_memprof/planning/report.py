@@ -3,7 +3,7 @@
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -61,12 +61,21 @@ def show_run(board: ProgressBoard, configuration: PlannedConfiguration, run: Vir
         peak = tr(", peak {size}", size=format_bytes(run.requested))
     gpu = f"{configuration.gpu} ({format_bytes(memory_of(configuration))})"
     words = " ".join([gpu, *configuration.program.arguments])
-    changes = ", ".join(f"{change['kind']} {change.get('value', '')}".strip() for change in configuration.changes)
+    changes = ", ".join(map(_shown, configuration.changes))
     status = tr("fits") if run.fits else tr(run.status.replace("_", " "))
     line = Text(words + (tr(" with {candidate}", candidate=changes) if changes else "") + "  ")
     line.append(f"{status}{peak}", "green" if run.fits else "magenta")
     line.append(f"  {run.seconds:.0f} s", "dim")
     board.print(line)
+
+
+def _shown(change: Mapping[str, Any]) -> str:
+    match change:
+        case {"kind": "environment", "name": name, "value": value}:
+            return f"{name}={value}"
+        case {"kind": "line", "file": file, "line": line, "value": value}:
+            return f"{file}:{line}={value}"
+    return f"{change['kind']} {change.get('value', '')}".strip()
 
 
 def print_draws(draws: Draws, console: Console) -> None:

@@ -419,9 +419,14 @@ def test_a_line_of_progress_says_how_much_memory_the_gpu_has() -> None:
             fits=fits, status="finished" if fits else "out_of_memory", requested=6 * 2**30, seconds=2.0
         )
         show_run(board, PlannedConfiguration(program, "t4", memory), run)
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "t4")
+    for name in ("train.py:12", "env:BATCH"):
+        configuration = Range(name, 1, 9).apply(configuration, 4)
+    show_run(board, configuration, run)
     assert out.getvalue().splitlines() == [
         "t4 (14.76 GiB) --batch-size 32  fits, peak 6.00 GiB  2 s",
         "t4 (7.00 GiB) --batch-size 32  out of memory  2 s",
+        "t4 (14.76 GiB) with train.py:12=4, BATCH=4  out of memory  2 s",
     ]
 
 
