@@ -36,6 +36,7 @@ class Bookkeeping:
         samples_in_last_step: number of samples in these passes.
         unclipped_in_last_step: number of these samples whose gradients were not clipped, a scalar. Not private.
         beside_layers: names of trained parameters that autograd has given a gradient outside of the layers.
+        loss_mixes: whether the loss of a backward mixes samples, as far as it is known.
         limit: the limit of the clipped sums' norms, over all passes since the sums began.
         nonfinite: the treatment of samples whose gradient norm is not finite: "refuse" refuses the step, and "drop"
             leaves these samples out of it.
@@ -60,6 +61,7 @@ class Bookkeeping:
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
         self.beside_layers: list[str] = []
+        self.loss_mixes = False
         self.limit = Limit()
         self.nonfinite = nonfinite
         self.dropped: list[int] = []
@@ -84,6 +86,7 @@ class Bookkeeping:
         self._passes.clear()
         self._tasks.clear()
         self.beside_layers.clear()
+        self.loss_mixes = False
         self._norm_checks.clear()
         self._unclipped = 0
 
@@ -330,8 +333,8 @@ class Bookkeeping:
             known: the layers that any forward has called; those of a pass may leave them out.
 
         Raises:
-            MemprofError: a parameter has no gradient, there was no backward pass, the program has written to a tensor
-                that a pass has kept, or several passes had the same samples.
+            MemprofError: a parameter has no gradient, there was no backward pass, its loss mixes samples, the program
+                has written to a tensor that a pass has kept, or several passes had the same samples.
         """
         if not self._passes:
             raise MemprofError(
@@ -346,6 +349,13 @@ class Bookkeeping:
                 "cannot be clipped: from a term of the loss that depends on the parameter itself, or from a part of "
                 "the model that was not followed. Use weight_decay of the optimizer for a penalty, and call the model "
                 "itself."
+            )
+        if self.loss_mixes:
+            raise MemprofError(
+                "the loss of the model's outputs is not a sum, or a mean, of terms of one sample each: what it makes "
+                "of one half of the batch depends on the other half, as for losses over pairs of samples, statistics "
+                "of the batch, the root of a mean, and means over all valid or weighted labels. Compute one loss for "
+                "each sample from its own outputs, divided by its own number of labels, and sum or average these."
             )
         for each in self._passes:
             present = each.parameter_ids()

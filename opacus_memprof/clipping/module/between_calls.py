@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program computes between two calls of the model, or of its parts: samples must not be mixed there."""
+"""What a program computes after a call of the model, or of its parts: for the next call, and for its loss.
+
+Samples must not be mixed there.
+"""
 
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +22,8 @@ from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs, device_of
-from opacus_memprof.clipping.proof.batches import VARIANTS, as_output, cotangents, has_samples, perturbed
+from opacus_memprof.clipping.proof.batches import GENTLE, VARIANTS, as_output, cotangents, has_samples, perturbed
+from opacus_memprof.clipping.proof.explanation import roots_of_backward
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
 from opacus_memprof.clipping.proof.summary import Rows, halves
 from opacus_memprof.errors import MemprofError
@@ -27,6 +31,8 @@ from opacus_memprof.errors import MemprofError
 _OTHER_BYTES = 64 << 20
 """Limit on the copies of a call's tensors, for other samples."""
 _MOST_NUMBERS = 64
+_SAME_SUM = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The relative rounding of a loss; 3e-2 in low precision."""
 _SMALL = [10.0**-i for i in range(3, 13)]
 """What programs add before they divide."""
 
@@ -35,7 +41,8 @@ class OtherSamples(TorchDispatchMode):
     """Computes what the program computes from the samples of a call again, for batches with some other samples.
 
     Each operation on a tensor that depends on the call runs once more for each of these batches, with or without
-    gradients. A sample whose own data stays must keep its rows.
+    gradients. A sample whose own data stays must keep its rows. A loss must add up: where both halves of the samples
+    change, it must change by the sum of what it changes by where each of them changes.
 
     Args:
         batch: the number of samples.
@@ -51,6 +58,7 @@ class OtherSamples(TorchDispatchMode):
         self.is_on = True
         self.kept = [torch.tensor(plan) for plan in halves(batch)[: max(2, _OTHER_BYTES // max(1, size))]]
         self.reads_numbers = False  # whether a number of the samples has become an argument or a condition
+        self.weighs_unequally = False  # whether a mean gives some samples more weight, so that weights are shared
         self._numbers: list[float] = []  # that the program has read
         self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage | None]]] = {}
 
@@ -58,12 +66,21 @@ class OtherSamples(TorchDispatchMode):
         """Adds a tensor of a call, with its samples at `where`."""
         if self.depends(x):
             return
-        for i, kept in enumerate(self.kept):
-            rows = perturbed([where.by_sample(x.detach(), self.batch)], self.batch, kept, i % VARIANTS, i)
-            self._storages(x)
+        by_sample = where.by_sample(x.detach(), self.batch)
+        # Losses of probabilities take no other numbers, and on a GPU end the process.
+        in_range = x.is_floating_point() and bool(((x >= 0) & (x <= 1)).all())
+        variants = [GENTLE[0] if in_range else i % VARIANTS for i in range(len(self.kept))]
+        rows = [
+            perturbed([by_sample], self.batch, k, v, i)[0]
+            for i, (k, v) in enumerate(zip(self.kept, variants, strict=True))
+        ]
+        keep = self.kept[0].to(x.device).view(-1, *[1] * (by_sample.dim() - 1))
+        rows.append(torch.where(keep, rows[1], rows[0]))
+        self._storages(x)
+        for i, each in enumerate(rows):
             other = self.other(x, i)
             assert other is not None
-            other.copy_(as_output(rows[0], where, x))
+            other.copy_(as_output(each, where, x))
 
     def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
         """Returns what the tensor is for other samples; None if it is not known."""
@@ -109,6 +126,41 @@ class OtherSamples(TorchDispatchMode):
                 of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
         return not ways and x.numel() > 0 and (has_ways or bool(of_all.any()))
 
+    @torch.no_grad()
+    def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:
+        """Returns whether losses are sums over the samples, as far as it is known.
+
+        Args:
+            losses: the tensors of which a backward begins.
+            weights: their gradients; None for a scalar's.
+        """
+        totals = []
+        for plan in (None, 0, 1, len(self.kept)):  # of all samples, two complementary halves, and none
+            total = 0.0
+            for each in zip(losses, weights, strict=True):
+                loss, weight = (x if x is None or plan is None else self._in_plan(x, plan) for x in each)
+                if loss is None or (weight is None and each[1] is not None):
+                    return True
+                total += float((loss.double() if weight is None else loss.double() * weight.double()).sum())
+            totals.append(total)
+        whole, first, second, none = totals
+        size = sum(map(abs, totals))
+        rounding = max(_SAME_SUM.get(loss.dtype, 3e-2) for loss in losses)
+        return not math.isfinite(size) or abs(whole + none - first - second) <= rounding * size
+
+    def _in_plan(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
+        return self.other(x, plan) if self.depends(x) else x
+
+    def _has_unequal_weights(self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> bool:
+        """Returns whether samples have different weights in the mean of a cross entropy, which all of them share."""
+        weights = (target != ignored).double()
+        if weight is not None:
+            weights *= weight.double()[target.clamp(0, len(weight) - 1)]
+        if weights.numel() % self.batch:
+            return False
+        sums = weights.reshape(self.batch, -1).sum(1), weights.reshape(-1, self.batch).sum(0)
+        return all(float(each.max() - each.min()) > 1e-9 * float(each.max()) for each in sums)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_on or not isinstance(func, torch._ops.OpOverload):
@@ -118,13 +170,15 @@ class OtherSamples(TorchDispatchMode):
         self.reads_numbers |= bool(self._numbers) and any(self._is_read(name, leaf) for leaf in leaves)
         if not any(map(self.depends, leaves)):
             return func(*args, **kwargs)
+        if name in ("nll_loss_forward", "nll_loss2d_forward") and args[3] == 1:
+            self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
         if func._schema.is_mutable:
             for leaf in leaves:
                 if _has_storage(leaf):
                     self._storages(leaf)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
-        inputs = [[self.other(x, i) if self.depends(x) else x for x in leaves] for i in range(len(self.kept))]
+        inputs = [[self.other(x, i) if self.depends(x) else x for x in leaves] for i in range(len(self.kept) + 1)]
         output = func(*args, **kwargs)
         others = [None if _misses(a, leaves) else self._run(func, a, structure, before) for a in inputs]
         if name == "_local_scalar_dense":
@@ -170,7 +224,7 @@ class OtherSamples(TorchDispatchMode):
 
     def _storages(self, x: torch.Tensor) -> None:
         if not self.depends(x):
-            self._set(x, [x.untyped_storage().clone() for _ in self.kept])  # type: ignore[no-untyped-call]
+            self._set(x, [x.untyped_storage().clone() for _ in range(len(self.kept) + 1)])  # type: ignore[no-untyped-call]
 
     def _set(self, x: torch.Tensor, storages: list[torch.UntypedStorage | None]) -> None:
         self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
@@ -229,10 +283,23 @@ class Parts:
             if not self._others.is_on:
                 self._others = None
 
-    def end(self, gradient: torch.Tensor) -> None:
-        """Ends it, because a backward has reached an output. The mode cannot be left there."""
-        if self._others is not None and not is_backward_of_inputs():
-            self._others.end()
+    def end(self) -> bool:
+        """Ends it, because a backward has reached an output. The mode cannot be left there.
+
+        Returns whether the loss mixes samples.
+        """
+        others = self._others
+        if others is None or not others.is_on or is_backward_of_inputs():
+            return False
+        others.is_on = False
+        roots = roots_of_backward()
+        mixes = others.weighs_unequally
+        if len(roots) == 1:
+            losses, arguments = roots[0]
+            given = arguments[0] if arguments else [None] * len(losses)
+            mixes |= not others.adds_up(losses, given)
+        others.end()
+        return mixes
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""

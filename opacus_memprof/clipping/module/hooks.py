@@ -445,8 +445,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         if call.random is not None and self._parts.follow(call, outputs):
-            outputs[0][0].register_hook(self._parts.end)  # type: ignore[no-untyped-call]
+            for x, _ in outputs:
+                x.register_hook(self._end_between)  # type: ignore[no-untyped-call]
         return output
+
+    def _end_between(self, gradient: torch.Tensor) -> None:
+        """Ends what follows the program between calls, because a backward has reached an output."""
+        self.bookkeeping.loss_mixes |= self._parts.end()
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
         """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.

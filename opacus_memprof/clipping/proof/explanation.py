@@ -152,7 +152,7 @@ _ELEMENTWISE = re.compile(
 _ALIAS = "_AliasBackward"  # an output of the model
 
 
-def _roots_of_backward() -> list[tuple[Any, Any]]:
+def roots_of_backward() -> list[tuple[Any, Any]]:
     """Returns the losses of each running backward, and their gradients."""
     code = torch.autograd.graph._engine_run_backward.__code__
     roots = []
@@ -173,7 +173,7 @@ def reductions_of_loss() -> set[str]:
     is multiplied may be a sum, and a sum that is multiplied or divided may be a mean.
     """
     found: set[str] = set()
-    roots = _roots_of_backward()
+    roots = roots_of_backward()
     if len(roots) != 1:
         return set()
     (losses, arguments) = roots[0]

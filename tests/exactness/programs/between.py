@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
@@ -37,6 +37,15 @@ def _by_hand(model: nn.Module, x: torch.Tensor, loss: Loss) -> list[torch.Tensor
         factor = min(1.0, 1 / (norm_of(gradients) + 1e-6))
         total = [a + factor * g for a, g in zip(total, gradients, strict=True)]
     return total
+
+
+def _entropy(
+    model: Any, x: torch.Tensor, ignored: torch.Tensor | None, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The mean over labels of 0 to 5, five of each sample, that are not ignored."""
+    labels = (x[:, :5] * 7).long().abs() % 6
+    labels = labels if ignored is None else labels.masked_fill(ignored, -100)
+    return cross_entropy(model(x).view(-1, 6), labels.flatten(), weight)
 
 
 def _program(
@@ -202,6 +211,36 @@ _LOSSES: dict[str, tuple[Callable[[], nn.Module], Loss, Body, str]] = {
         _wide,
         lambda m, x: m(x).square().sum() / 30,
         _backward_of(lambda m, x: m(x).square().sum(0).mean()),
+        "",
+    ),
+}
+_MIXED = "is not a sum, or a mean, of terms of one sample each"
+_LOSSES |= {
+    "of_pairs": (_wide, _squares, _backward_of(lambda m, x: (lambda h: (h @ h.T).square().sum())(m(x))), _MIXED),
+    "root_of_the_sum": (_wide, _squares, _backward_of(lambda m, x: m(x).square().sum().sqrt()), _MIXED),
+    "by_the_largest": (
+        _wide,
+        _squares,
+        _backward_of(lambda m, x: (lambda h: h.square().sum() / h.detach().max())(m(x))),
+        _MIXED,
+    ),
+    "of_probabilities": (
+        lambda: nn.Sequential(_wide(), nn.Sigmoid()),
+        _squares,
+        _backward_of(lambda m, x: (lambda p: binary_cross_entropy(p, p.detach().round()) * p.detach().sum())(m(x))),
+        _MIXED,
+    ),
+    "of_valid_labels": (_wide, _squares, _backward_of(lambda m, x: _entropy(m, x, x[:, :5] > 1)), _MIXED),
+    "of_weighted_labels": (
+        _wide,
+        _squares,
+        _backward_of(lambda m, x: _entropy(m, x, None, torch.arange(1.0, 7.0, dtype=x.dtype))),
+        _MIXED,
+    ),
+    "of_as_many_labels_of_each": (
+        _wide,
+        lambda m, x: _entropy(m, x, torch.arange(5) == 4),
+        _backward_of(lambda m, x: _entropy(m, x, torch.arange(5) == 4) * len(x)),
         "",
     ),
 }
