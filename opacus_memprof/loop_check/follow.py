@@ -115,8 +115,11 @@ class Follower:
             self.findings.not_checked("a second logical step", "it was not reached.")
 
     def explain(self, error: BaseException) -> bool:
-        """Explains an error of Opacus as a defect. Returns whether it was one."""
-        sentence = explain(error, self.roots)
+        """Explains an error of Opacus as a defect. Returns whether it was one.
+
+        After a step of another optimizer it is not: Opacus still has the gradients that the private one has not used.
+        """
+        sentence = explain(error, self.roots) if not self.own_steps else None
         if sentence is not None:
             self.findings.defect(sentence)
         return sentence is not None

@@ -281,6 +281,11 @@ def test_a_defect_is_found_and_explained(case: str, mode: str, sentences: list[s
         assert any(sentence in defect for defect in re.findall("^DEFECT: .*", ran.stdout, re.MULTILINE)), ran.stdout
 
 
+def test_a_consequence_is_no_second_defect() -> None:
+    """Without its own zero_grad and step, the private optimizer's gradients stay, and Opacus stops."""
+    assert doctor("own_optimizer_with_poisson", "hooks").stdout.count("DEFECT") == 1
+
+
 def test_the_samples_clipped_are_those_of_the_scaled_loss() -> None:
     """Without GradScaler, none of the eight samples has a norm above the bound of 1000."""
     clipped = re.findall(r"8 samples, (\d) clipped", doctor("scaled", "hooks").stdout)

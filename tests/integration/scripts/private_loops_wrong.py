@@ -28,6 +28,11 @@ def own_optimizer(mode: str) -> None:
     train(model, private_optimizer.original_optimizer, criterion, loader)
 
 
+def own_optimizer_with_poisson(mode: str) -> None:
+    model, private_optimizer, criterion, loader = private(mode, poisson_sampling=True)
+    train(model, private_optimizer.original_optimizer, criterion, loader)
+
+
 def new_optimizer(mode: str) -> None:
     model, _, criterion, loader = private(mode)
     train(model, torch.optim.Adam(model.parameters()), criterion, loader)
