@@ -31,6 +31,7 @@ _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-
 _SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
+_OF_TORCH = ("OutOfMemoryError: ", "torch.OutOfMemoryError: ")  # the message is torch's, not one of ours
 _MORE = re.compile("(?<=, )[0-9]+ more$")  # the end of a list that is cut
 _PUNCTUATION = re.compile("[，。；：、）](?=[^，。；：、）\\s])")
 _BETWEEN_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z])")
@@ -58,6 +59,8 @@ def tr_sentence(sentence: str, least_words: int = 0) -> str:
     exact, patterns = _sentences(current_language())
     if sentence in exact:
         return exact[sentence]
+    if sentence.startswith(_OF_TORCH):
+        return sentence
     found = (
         (match, translation)
         for pattern, translation, words in patterns

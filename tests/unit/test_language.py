@@ -27,6 +27,7 @@ from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, dp_tax, exc
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
+from opacus_memprof.profiles.categories import CATEGORIES
 from opacus_memprof.reports.diff import diff_markdown, print_diff, print_tax
 from opacus_memprof.reports.oom import print_oom
 from opacus_memprof.reports.text import print_report, privacy_sentence
@@ -540,3 +541,15 @@ def test_a_privacy_check_is_said_in_chinese_part_by_part() -> None:
         assert privacy_sentence('ghost on Net; nothing was proved (check="off").') == (
             'Net 使用 ghost；没有做任何证明（check="off"）。'
         )
+
+
+def test_what_categories_mean_is_wholly_chinese() -> None:
+    with in_language("zh"):
+        meanings = [language.tr_sentence(category.meaning) for category in CATEGORIES if category.meaning != "p.grad"]
+    assert [text for text in meanings if english_words(text) or not re.search(r"[\u4e00-\u9fff]", text)] == []
+
+
+def test_messages_of_torch_stay_as_they_are() -> None:
+    said = "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 14.76 GiB"
+    with in_language("zh"):
+        assert language.tr_sentence(said) == said
