@@ -14,8 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = runpy.run_path(str(ROOT / "tools" / "docs_output.py"))
 
 
+# The Chinese page runs what docs/tutorials/fit.md does, and tests/unit/test_language.py has its sentences.
+_PAGES = [pytest.param(page, marks=pytest.mark.nightly if page.parent.name == "zh" else ()) for page in OUTPUT["PAGES"]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", OUTPUT["PAGES"], ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_a_page_shows_what_its_commands_print(page: Path, tmp_path: Path) -> None:
     from opacus_memprof.recording import native
 
