@@ -210,6 +210,7 @@ class TrainingShapes:
         released: the most forward passes whose captures a backward has released together.
         engine_call: the method of the PrivacyEngine that the program has called last.
         multiprocessors: of the GPU; 0 without one.
+        workspace: bytes of cuBLAS' workspace for one thread.
         has_bfloat16: whether the device computes in bfloat16.
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
@@ -234,6 +235,7 @@ class TrainingShapes:
     released: int = 1
     engine_call: str = "make_private"
     multiprocessors: int = 0
+    workspace: int = 32 * 2**20
     has_bfloat16: bool = True
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     whole_forward: Callable[[], WholeForward | None] = lambda: None

@@ -44,6 +44,8 @@ def record_gpu(device: Any) -> None:
     """Records what layer_shapes has about a GPU."""
     properties = torch.cuda.get_device_properties(device)
     layer_shapes().multiprocessors = properties.multi_processor_count
+    # torch's choice, for Hopper and later, and for others.
+    layer_shapes().workspace = 32 * 2**20 if properties.major >= 9 else 8320 * 2**10
     layer_shapes().has_bfloat16 = properties.major >= 8  # earlier ones have no kernels for it
 
 

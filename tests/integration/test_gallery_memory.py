@@ -50,7 +50,8 @@ class Case:
 
 CASES = (
     Case("dplstm", "800MiB", ("per sample gradients of emb", "per_sample_gradients"), ("grad_sample_mode",)),
-    Case("dpgru", "1800MiB", ("temp matrices of lstm.l0.hh",), ("grad_sample_mode",)),
+    # The last output, a view of all outputs, keeps these.
+    Case("dpgru", "1800MiB", ("temp matrices of lstm.l0.hh",), ("grad_sample_mode",), beyond=0.07),
     Case("tied_head", "500MiB", ("of wte", "per_sample_gradients"), ("grad_sample_mode",)),
     Case("epsilon_each_step", "3GiB", ("per sample gradients of 9",), ("grad_sample_mode",)),
     Case("poisson_draw", "1000MiB", ("asks for 8", "drew 13"), ("max_physical_batch_size",)),
@@ -76,7 +77,7 @@ CASES = (
         ("clip_each_batch",),
         (("batch_size=4)", "batch_size=32)"), (" / 8\n", "\n"), ("if step % 8 == 7:", "if True:")),
     ),
-    Case("gpt_large_adam", "1000MiB", ("gradients of blocks.3.proj",), ("grad_sample_mode", "optimizer")),
+    Case("gpt_large_adam", "830MiB", ("temp matrices of blocks.3.proj",), ("grad_sample_mode", "optimizer")),
     Case("bfloat16_on_t4", "1200MiB", ("no fused attention for bfloat16",), ("dtype",)),
     Case("real_and_generated", "600MiB", ("instead of 32: the model gets 2 for each",), ("max_physical_batch_size",)),
     # It fails in its first forward, when nothing tells that later ones begin with the gradients of the step before.
@@ -157,9 +158,9 @@ def test_the_first_advice_makes_it_fit(case: Case, tmp_path: Path) -> None:
     profile = profile_in(out)
     assert profile["status"] == "finished", cured.stderr[-3000:]
     peak = profile["devices"]["cuda:0"]["peak"]["requested_bytes"]
-    assert (
-        peak <= (1 + case.beyond) * first["predicted_peak_bytes"] or first["actions"][0]["kind"] == "grad_sample_mode"
-    ), peak
+    predicted = first["predicted_peak_bytes"]
+    assert peak <= (1 + case.beyond) * predicted, peak
+    assert predicted <= 1.1 * peak or case.action[0] != "grad_sample_mode", predicted
 
 
 def run(

@@ -22,9 +22,7 @@ from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.profiles.categories import PER_SAMPLE, RESIDENT
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes, WholeForward
 
-# cuBLAS' workspace for one thread, on Hopper and later; GPUs before have a quarter of it.
 _TOLERANCE = 0.05  # of a forward: what is live in it beside what it keeps
-_WORKSPACE = 32 * 2**20
 
 
 def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, leftovers: Leftovers) -> Step | None:
@@ -127,7 +125,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         forward_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.peak)),
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
         is_guessed=in_first_forward and whole is None and not _has_seen_whole_unit(shapes, seen),
-        workspace=_WORKSPACE if on_gpu and not by_category.get("library_workspace") else 0,
+        workspace=shapes.workspace if on_gpu and not by_category.get("library_workspace") else 0,
         forms_squares=not shapes.program.has_norm_samplers,
         copies_samples=not shapes.program.adopts_samples,
         passes=passes,

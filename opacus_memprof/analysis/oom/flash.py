@@ -116,6 +116,21 @@ class FlashClip:
             return True
         return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
 
+    def first_formed(self, n: int) -> tuple[int, int]:
+        """Returns after how many calls in backward a layer's pairs become per-sample gradients, and the bytes of these.
+
+        (0, 0) if that does not happen before all calls are known.
+        """
+        module, calls = self.layer.module, self.layer.forward.calls
+        if calls == 1 or not module.rows or module.kind == "Embedding" or self._calls_until_formed() >= calls:
+            return 0, 0
+        return self._calls_until_formed() + 1, self.layer.forward.element_bytes * n * module.weight
+
+    def forms_merged_gradients(self, n: int) -> bool:
+        """Returns whether matrix products form the norms of a layer that runs several times."""
+        kept = self.kept_calls(n) == self.layer.forward.calls
+        return not kept or not self.in_registers or self._choice(n, False).norm == "gradient"
+
     def merged_norm_temporaries(self, n: int) -> int:
         """Returns the bytes of temporaries for the norms of a layer that runs several times.
 

@@ -238,8 +238,8 @@ class Step:
         if self.passes > 1:
             return False
         cell = sorted(self._cell(layer))
-        others = [each for each in self.layers if each.name in cell[1:]]
-        return layer.name in cell[1:] and any(each.module.rows != 3 * each.module.columns for each in others)
+        layers = [each for each in self.layers if each.name in cell]
+        return layer.name in cell[1:] and all(each.module.rows != 3 * each.module.columns for each in layers)
 
     def _samples_of(self, names: set[str], n: int) -> int:
         return sum(layer.per_sample_gradients(n) for layer in self.layers if layer.name in names)
@@ -332,6 +332,8 @@ class Step:
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
+            if first := self._first_formed(layer, dict(layers), n):
+                yield replace(first, parts={**parts, **first.parts, "activations": live - first.parts["activations"]})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
             workspace = self._product_workspace(clip.layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
@@ -346,7 +348,8 @@ class Step:
         summed = self._summed() if accumulates else 0
         for layer, clip in layers:
             if layer.is_repeated:  # norms are found when all its calls are known
-                temporaries = {"library_workspace": self.workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
+                workspace = self.workspace if clip.forms_merged_gradients(n) else 0
+                temporaries = {"library_workspace": workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
                 yield Instant("clip", layer.name, {"per_sample_gradients": kept, **temporaries})
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}
@@ -358,6 +361,31 @@ class Step:
             yield Instant("clip", layer.name, {**parts, "clipping_temporaries": clip.sum_temporaries(n) + use})
             kept -= self._kept(layer, clip, n)
             summed += 0 if accumulates else layer.sum_bytes
+
+    def _first_formed(self, layer: Layer, clips: Mapping[Layer, FlashClip], n: int) -> Instant | None:
+        """Returns the instant in which the pairs of a recurrent cell first become per-sample gradients.
+
+        Only for the last layer of the cell, and if this happens in the middle of its backward. `activations` are
+        tensors that the calls before have released. The layers of a cell get there at the same call, one after the
+        other, and the last one adds the gradients of two calls in a third tensor, beside the gradients of the outputs.
+        """
+        cell = [each for each in clips if each.name in self._cell(layer)]
+        formed = [clips[each].first_formed(n) for each in cell]
+        if not cell or layer is not cell[-1] or not all(calls for calls, _ in formed):
+            return None
+        calls, most = max(formed, key=lambda each: each[1])
+        return Instant(
+            "backward",
+            layer.name,
+            {
+                "activations": self._scale(sum(each.activations for each in cell) * calls // layer.forward.calls, n),
+                "per_sample_gradients": sum(size for _, size in formed),
+                "temp_matrices": 2 * most,
+                "backprop_copies": layer.scale(layer.forward.output_bytes, n) * calls // layer.forward.calls,
+                # The gradient of the cell's outputs, which are its next calls' inputs, is live until the first call's.
+                "backward_temporaries": layer.passed_gradients(n, False) + layer.scale(layer.forward.input_bytes, n),
+            },
+        )
 
     def _repeating(self, layer: Layer) -> Layer:
         """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it contains others.
