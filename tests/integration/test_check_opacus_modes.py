@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """check= with Opacus' modes: a step is exact, or it is refused before anything has changed."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,19 @@ def test_a_bound_that_moves_without_its_list() -> None:
     prepared[1].max_grad_norm *= 0.5  # as a clip scheduler of Opacus does
     with pytest.raises(MemprofError, match=r"max_grad_norm=0.273861, but clipping='per_layer' clips to .* 0.547723"):
         train(prepared, steps=1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_samples_that_are_given_twice(mode: str) -> None:
+    """Each backward pass clips them anew, so that they count twice. Other samples may have equal inputs."""
+    module, optimizer, loader = make_private(mlp(), mode)
+    x, _ = next(iter(loader))
+    for given in (x.clone(), x):
+        for each in (x, given):
+            module(each).square().mean().backward()
+        with pytest.raises(MemprofError, match="given the same samples") if given is x else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
