@@ -26,7 +26,7 @@ from opacus_memprof.errors import MemprofError
 _STABILITY = 1e-6  # as in Opacus
 _TOLERANCE = 1e-3
 _TOLERANCE_LOW_PRECISION = 5e-2
-_TOLERANCE_TF32 = 1e-2
+_TOLERANCE_TF32 = 5e-2  # other kernels compute one sample than a batch, and may round to another side of a ReLU
 _FLOOR = 1e-2
 """A parameter's error is relative to its own sum, or to this fraction of the sum of all parameters if that is larger.
 
