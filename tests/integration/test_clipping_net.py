@@ -2,11 +2,14 @@
 """The net under every step: the clipped sum is no larger than its samples may add up to, whatever has gone wrong."""
 
 import math
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from opacus import schedulers
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
@@ -309,3 +312,100 @@ def test_noise_multipliers_that_are_none(value: float) -> None:
 def test_rules_need_finite_bounds(clipping: Any, bound: Any) -> None:
     with pytest.raises(MemprofError, match="finite number"):
         ClipRule(clipping, bound)
+
+
+def _split() -> tuple[Any, Any, Any, torch.Tensor]:
+    """A linear layer whose samples have the gradients (x, 1), in parts of two, and their clipped sum by hand."""
+    torch.manual_seed(0)
+    data = vector_data(4)
+    x = torch.stack([row for row, _ in data])
+    norms = (x.square().sum(1) + 1).sqrt()
+    assert bool((norms > BOUND).all())
+    by_hand = (BOUND / (norms + 1e-6)) @ x
+    module, optimizer, loader = make_private(
+        nn.Linear(9, 1).double(),
+        data,
+        "flash_clip",
+        batch=4,
+        loss_reduction="sum",
+        max_grad_norm=BOUND,
+        noise_multiplier=0,
+    )
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer)
+    return module, optimizer, manager, by_hand
+
+
+@pytest.mark.parametrize("has_step", [True, False])
+@pytest.mark.parametrize("is_same_manager", [True, False])
+def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(is_same_manager: bool, has_step: bool) -> None:
+    """Otherwise the part's samples would count twice in the next step."""
+    module, optimizer, manager, by_hand = _split()
+    with manager as parts:
+        for x, _ in parts:
+            module(x).sum().backward()
+            if has_step:
+                optimizer.step()
+            break
+        with manager if not is_same_manager else nullcontext(parts) as anew:
+            iterator = iter(anew)
+            if has_step:
+                with pytest.warns(UserWarning, match="before a logical batch has come to its step"):
+                    first = next(iterator)
+            else:
+                first = next(iterator)
+            for x, _ in (first, *iterator):
+                optimizer.zero_grad()
+                module(x).sum().backward()
+                optimizer.step()
+    assert not optimizer._step_skip_queue
+    torch.testing.assert_close(module._module.weight.grad[0], by_hand)
+
+
+def test_a_batch_that_is_only_looked_at_leaves_the_steps_to_their_parts() -> None:
+    module, optimizer, manager, _ = _split()
+    with manager as parts:
+        next(iter(parts))
+        for x, _ in parts:
+            module(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            assert not optimizer._step_skip_queue
+    assert not optimizer._is_last_step_skipped
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "step"])
+def test_a_part_whose_error_the_loop_swallows_is_no_part_of_another_batch(fails_in: str) -> None:
+    """Its flag would be the next part's, and so on, so that a sum would have parts of two logical batches."""
+    module, optimizer, manager, _ = _split()
+    with manager as parts:
+        loop = iter(parts)
+        x, _ = next(loop)
+        module(x)
+        if fails_in != "forward":
+            module(x).sum().backward()
+        x, _ = next(loop)
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        with pytest.raises(MemprofError, match=r"without optimizer.step\(\) for the part before"):
+            optimizer.step()
+    assert not optimizer._step_skip_queue
+    assert all(parameter.summed_grad is None for parameter in module.parameters())
+    assert not optimizer._is_last_step_skipped
+
+
+@pytest.mark.parametrize("prefetches", ["before the forward", "before the step", "two ahead"])
+def test_parts_that_are_read_ahead_are_not_refused(prefetches: str) -> None:
+    module, optimizer, manager, by_hand = _split()
+    with manager as parts:
+        loop = iter(parts)
+        waiting = [x for x, _ in islice(loop, 2 if prefetches == "two ahead" else 1)]
+        while waiting:
+            if prefetches != "before the step":
+                waiting += [x for x, _ in islice(loop, 1)]
+            optimizer.zero_grad()
+            loss = module(waiting.pop(0)).sum()
+            if prefetches == "before the step":
+                waiting += [x for x, _ in islice(loop, 1)]
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(module._module.weight.grad[0], by_hand)

@@ -3,13 +3,16 @@
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,6 +31,12 @@ _REPEATED_NOISE = (
     "the random numbers of this step would be those of an earlier step, so that the difference of both steps shows "
     "gradients without noise: do not call torch.manual_seed with a seed that an earlier step had, in the model or in "
     "the training loop, or give make_private a noise_generator."
+)
+
+_LEFT_PART = (
+    "the training loop has gone on to another part of a batch without optimizer.step() for the part before, so that "
+    "the parts that BatchMemoryManager has announced are not those of the steps any more: call step() for each part; "
+    "after an exception, begin the loop over BatchMemoryManager's batches anew."
 )
 
 
@@ -104,6 +113,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._largest_sum: float | None = None
         self._has_warned = False
         self._noised_from: dict[tuple[torch.Generator, int], None] = {}  # states of generators in earlier steps
+        self._announcer: FrameType | None = None  # the iteration of BatchMemoryManager that announces parts
+        self._stepped_forward = 0  # the number of the last forward for which no step is awaited
+        self._left_forwards: dict[int, None] = {}  # those after it, before a further part was announced
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -367,6 +379,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         refuse_capture()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
+        self._leave_parts()
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
@@ -399,11 +412,59 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._is_last_step_skipped = False
         return True
 
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announces a part of a logical batch: whether its step is skipped.
+
+        If BatchMemoryManager's loader is iterated anew in the middle of a logical batch, this batch is given up: its
+        clipped sums and announced steps are dropped. Otherwise they would enter a step of the next logical batch, which
+        may have the same samples.
+        """
+        caller = sys._getframe(1)
+        if caller.f_code is BatchSplittingSampler.__iter__.__code__ and caller is not self._announcer:
+            self._announcer = caller
+            self._give_up_unfinished()
+        forward = self._module.layer_hooks.forward
+        if self._step_skip_queue and forward > self._stepped_forward:
+            self._left_forwards[forward] = None
+        super().signal_skip_step(do_skip)
+
+    def _give_up_unfinished(self) -> None:
+        """Gives up the logical batch of which parts are kept or announced."""
+        if not self._is_last_step_skipped and not self._step_skip_queue:
+            return
+        if self._is_last_step_skipped:
+            warnings.warn(
+                "BatchMemoryManager begins anew before a logical batch has come to its step: what was clipped of this "
+                "batch is left out.",
+                stacklevel=4,
+            )
+        self._step_skip_queue.clear()
+        self._settle_forwards()
+        self._is_last_step_skipped = False
+        self.bookkeeping.refusal.raised = 0
+        self.bookkeeping.clear()
+        self._forget_sums()
+
+    def _settle_forwards(self) -> None:
+        """Notes that no step is awaited for the forwards so far."""
+        self._stepped_forward = self._module.layer_hooks.forward
+        self._left_forwards.clear()
+
+    def _leave_parts(self) -> None:
+        """Refuses this step if an earlier part of BatchMemoryManager had a forward but no step, and drops its flag."""
+        forward = self._module.layer_hooks.forward
+        left = sum(each < forward for each in self._left_forwards)
+        self._settle_forwards()
+        if left:
+            del self._step_skip_queue[:left]
+            self.bookkeeping.refusal.error = self.bookkeeping.refusal.error or MemprofError(_LEFT_PART)
+
     def _give_up_refused(self) -> None:
         """Gives up the logical batch of forwards that were refused and did not come to a step."""
         refused, self.bookkeeping.refusal.raised = self.bookkeeping.refusal.raised, 0
         if refused:
             del self._step_skip_queue[:refused]  # BatchMemoryManager has announced a step for each physical batch
+            self._settle_forwards()
             self._is_last_step_skipped = False
             self._forget_sums()
 
