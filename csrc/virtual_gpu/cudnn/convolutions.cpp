@@ -116,11 +116,12 @@ void Convolutions::set(cudnnBackendDescriptor_t descriptor, cudnnBackendAttribut
 }
 
 void Convolutions::choose(cudnnBackendDescriptor_t heuristic,
-                          cudnnBackendDescriptor_t configuration, Multiply multiply) {
+                          cudnnBackendDescriptor_t configuration, Multiply multiply,
+                          const std::optional<Split>& split) {
   const std::lock_guard lock(mutex_);
   const auto found = chosen_.find(heuristic);
   if (found != chosen_.end()) {
-    chosen_[configuration] = {found->second.convolution, multiply, true};
+    chosen_[configuration] = {found->second.convolution, multiply, split, true};
   }
 }
 
@@ -133,7 +134,7 @@ void Convolutions::forget(cudnnBackendDescriptor_t descriptor) {
 }
 
 std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen,
-                                     bool measured) {
+                                     bool measured, std::int64_t multiprocessors) {
   const std::lock_guard lock(mutex_);
   const auto found = chosen_.find(plan);
   if (found == chosen_.end() || !found->second.first) {
@@ -147,8 +148,8 @@ std::int64_t Convolutions::workspace(cudnnBackendDescriptor_t plan, std::int64_t
       known = measured_workspace(convolution, possible, chosen);
     }
   }
-  const Workspace workspace =
-      known.value_or(Workspace{estimated_workspace(convolution, multiply, chosen)});
+  const Workspace workspace = known.value_or(Workspace{
+      estimated_workspace(convolution, multiply, found->second.split, multiprocessors, chosen)});
   if (!workspace.measured) {
     estimated_.insert(description(convolution, multiply));
     largest_estimated_ = std::max(largest_estimated_, workspace.bytes);

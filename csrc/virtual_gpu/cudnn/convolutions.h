@@ -38,6 +38,13 @@ struct Convolution {
 // no tensor cores may be its choice either way.
 enum class Multiply { plain, tensor_cores, either };
 
+// An engine that may split sums among blocks that wait for one another, as its configuration says:
+// which size of tile (a number of cuDNN's) each block computes, and how many blocks make a cluster.
+struct Split {
+  std::int64_t tile = 0;
+  std::int64_t rows = 1, columns = 1;
+};
+
 struct Workspace {
   std::int64_t bytes = 0;
   bool measured = false;  // and not derived from other batch sizes
@@ -51,8 +58,9 @@ std::optional<Workspace> measured_workspace(const Convolution& convolution, Mult
 // Of different convolutions, which are one in each direction, at each size.
 std::string description(const Convolution& convolution, Multiply multiply);
 
-// The rule outside the table, an upper bound for most.
+// The rule outside the table, for a GPU of so many multiprocessors.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
+                                 const std::optional<Split>& split, std::int64_t multiprocessors,
                                  std::int64_t chosen);
 
 // Follows what is set in cuDNN's descriptors, from tensors to plans. Thread safe.
@@ -63,11 +71,12 @@ class Convolutions {
   // A heuristic gave this engine configuration; it is the first of all, or of all that multiply
   // so.
   void choose(cudnnBackendDescriptor_t heuristic, cudnnBackendDescriptor_t configuration,
-              Multiply multiply);
+              Multiply multiply, const std::optional<Split>& split);
   void forget(cudnnBackendDescriptor_t descriptor);
-  // Of a plan; `chosen` where nothing else is known. The table counts if the GPU is of the kind
-  // that was `measured`.
-  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen, bool measured);
+  // Of a plan; `chosen` where nothing else is known. The table counts if the GPU, of so many
+  // multiprocessors, is of the kind that was `measured`.
+  std::int64_t workspace(cudnnBackendDescriptor_t plan, std::int64_t chosen, bool measured,
+                         std::int64_t multiprocessors);
   // How many convolutions had a workspace that was not measured, and the largest one's bytes.
   [[nodiscard]] std::pair<std::size_t, std::int64_t> estimated() const;
 
@@ -79,6 +88,7 @@ class Convolutions {
   struct Chosen {
     std::shared_ptr<const Convolution> convolution;
     Multiply multiply = Multiply::plain;
+    std::optional<Split> split;
     bool first = false;
   };
 

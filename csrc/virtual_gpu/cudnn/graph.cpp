@@ -5,7 +5,10 @@
 #include <cudnn_backend.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <iterator>
+#include <optional>
 
 #include "virtual_gpu/cudnn/convolutions.h"
 #include "virtual_gpu/cudnn/library.h"
@@ -50,21 +53,55 @@ bool multiplies_with_tensor_cores(cudnnBackendDescriptor_t configuration) {
   });
 }
 
+// Nothing for an engine that does not split sums so, or is told not to.
+std::optional<virtual_gpu::Split> split_of(cudnnBackendDescriptor_t configuration) {
+  std::array<cudnnBackendDescriptor_t, 16> choices{};
+  for (auto& choice : choices) {
+    VIRTUAL_GPU_CUDNN(cudnnBackendCreateDescriptor, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR, &choice);
+  }
+  std::int64_t count = 0;
+  VIRTUAL_GPU_CUDNN(cudnnBackendGetAttribute, configuration, CUDNN_ATTR_ENGINECFG_KNOB_CHOICES,
+                    CUDNN_TYPE_BACKEND_DESCRIPTOR, std::ssize(choices), &count, choices.data());
+  count = std::min(count, std::ssize(choices));
+  virtual_gpu::Split split;
+  bool splits = false;
+  for (auto& choice : choices) {
+    cudnnBackendKnobType_t knob{};
+    std::int64_t value = 0;
+    std::int64_t given = 0;
+    if (&choice - choices.data() < count) {
+      VIRTUAL_GPU_CUDNN(cudnnBackendGetAttribute, choice, CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE,
+                        CUDNN_TYPE_KNOB_TYPE, 1, &given, &knob);
+      VIRTUAL_GPU_CUDNN(cudnnBackendGetAttribute, choice, CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE,
+                        CUDNN_TYPE_INT64, 1, &given, &value);
+      splits = splits || (knob == CUDNN_KNOB_TYPE_WORKSPACE && value == 0);
+      split.tile = knob == CUDNN_KNOB_TYPE_TILE_SIZE ? value : split.tile;
+      split.rows = knob == CUDNN_KNOB_TYPE_TILE_CGA_M ? value : split.rows;
+      split.columns = knob == CUDNN_KNOB_TYPE_TILE_CGA_N ? value : split.columns;
+    }
+    VIRTUAL_GPU_CUDNN(cudnnBackendDestroyDescriptor, choice);
+  }
+  return splits ? std::optional(split) : std::nullopt;
+}
+
 // torch takes the first engine or, for fp32 without TF32, the first that multiplies plainly.
 void choose_first(cudnnBackendDescriptor_t heuristic,
                   const cudnnBackendDescriptor_t* configurations, std::int64_t count) {
   using virtual_gpu::Multiply;
+  const auto choose = [&](cudnnBackendDescriptor_t configuration, Multiply multiply) {
+    virtual_gpu::convolutions().choose(heuristic, configuration, multiply, split_of(configuration));
+  };
   if (count < 1) {
     return;
   }
   if (!multiplies_with_tensor_cores(configurations[0])) {
-    virtual_gpu::convolutions().choose(heuristic, configurations[0], Multiply::either);
+    choose(configurations[0], Multiply::either);
     return;
   }
-  virtual_gpu::convolutions().choose(heuristic, configurations[0], Multiply::tensor_cores);
+  choose(configurations[0], Multiply::tensor_cores);
   for (std::int64_t index = 1; index < count; ++index) {
     if (!multiplies_with_tensor_cores(configurations[index])) {
-      virtual_gpu::convolutions().choose(heuristic, configurations[index], Multiply::plain);
+      choose(configurations[index], Multiply::plain);
       return;
     }
   }
@@ -116,8 +153,9 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor,
                    std::min(*count, requested));
     } else if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE) {
       auto& bytes = *static_cast<std::int64_t*>(elements);
+      const auto& device = virtual_gpu::machine().devices.front();
       bytes = virtual_gpu::convolutions().workspace(
-          descriptor, bytes, virtual_gpu::machine().devices.front().major == kMeasuredMajor);
+          descriptor, bytes, device.major == kMeasuredMajor, device.multiprocessors);
     }
   }
   return status;

@@ -2,12 +2,11 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
-#include <numeric>
 
 #include "virtual_gpu/cudnn/convolutions.h"
 
@@ -226,6 +225,70 @@ std::optional<std::int64_t> product_workspace(const Convolution& convolution, Mu
   return convolution.input[0] * convolution.weight[0] * convolution.weight[1] * kSum;
 }
 
+// Rows and columns of cuDNN's sizes of tiles, by their number; 0 where no engine had it.
+constexpr std::array<std::array<std::int64_t, 2>, 10> kTiles{{{128, 128},
+                                                              {128, 64},
+                                                              {0, 0},
+                                                              {256, 128},
+                                                              {256, 64},
+                                                              {64, 64},
+                                                              {128, 256},
+                                                              {64, 128},
+                                                              {0, 0},
+                                                              {64, 256}}};
+
+// Blocks that run at once on the 132 multiprocessors of an H100, by how many make a cluster, which
+// does not extend beyond a group of about 16 multiprocessors.
+constexpr std::array<std::int64_t, 9> kAtOnce{0, 132, 132, 117, 120, 110, 102, 112, 120};
+constexpr std::int64_t kOfMultiprocessors = 132;
+constexpr std::int64_t kAtOnceWithoutGpu = 18;  // as cuDNN takes it to be
+
+// The tiles of the gradient that are summed in parts, times the parts of each: of all tiles, or of
+// the tiles in the last turn of the blocks, if there are too few to occupy all blocks.
+std::int64_t parts(std::int64_t tiles, std::int64_t at_once, std::int64_t summands) {
+  constexpr std::int64_t kLeast = 1024;  // summands of a part
+  const std::int64_t last = tiles <= at_once ? tiles : tiles % at_once;
+  const std::int64_t each =
+      last == 0 ? 0 : std::min(at_once / last, std::max<std::int64_t>(1, summands / kLeast));
+  return each > 1 ? last * each : 0;
+}
+
+// Bytes of the parts that a gradient of weights is summed in on a GPU, less the parts that cuDNN
+// counts without one: it does not know how many blocks run at once.
+std::int64_t missing_parts(const Convolution& convolution, const Split& split,
+                           std::int64_t multiprocessors) {
+  const std::int64_t cluster = split.rows * split.columns;
+  if (split.tile < 0 || split.tile >= std::ssize(kTiles) || cluster < 1 ||
+      cluster >= std::ssize(kAtOnce)) {
+    return 0;
+  }
+  const auto [rows, columns] = kTiles[static_cast<std::size_t>(split.tile)];
+  if (rows == 0) {
+    return 0;
+  }
+  const auto round_up = [](std::int64_t number, std::int64_t multiple) {
+    return divide_up(number, multiple) * multiple;
+  };
+  std::int64_t taps = 1;  // of the kernel
+  std::int64_t summands = convolution.input[0];
+  for (std::size_t index = 2; index < convolution.input.size(); ++index) {
+    const std::int64_t taps_here = convolution.weight[index];
+    const std::int64_t extent = convolution.dilation[index - 2] * (taps_here - 1) + 1;
+    taps *= taps_here;
+    summands *= (convolution.input[index] + 2 * convolution.padding[index - 2] - extent) /
+                    convolution.stride[index - 2] +
+                1;
+  }
+  const std::int64_t tiles =
+      round_up(divide_up(convolution.weight[0], rows), split.rows) *
+      round_up(divide_up(convolution.weight[1], columns) * taps, split.columns);
+  const auto whole = [cluster](std::int64_t blocks) { return blocks / cluster * cluster; };
+  const std::int64_t at_once =
+      whole(kAtOnce[static_cast<std::size_t>(cluster)] * multiprocessors / kOfMultiprocessors);
+  return (parts(tiles, at_once, summands) - parts(tiles, whole(kAtOnceWithoutGpu), summands)) *
+         rows * columns * kSum;
+}
+
 }  // namespace
 
 std::string description(const Convolution& convolution, Multiply multiply) {
@@ -251,26 +314,20 @@ std::optional<Workspace> measured_workspace(const Convolution& convolution, Mult
   return workspace_in(field, key.batch, chosen);
 }
 
-// Gradients of weights on tensor cores are summed in pieces, of which cuDNN does not tell without a
-// GPU: at most so many, of so many bytes together, in 29 of 30. Of grouped convolutions nearly none
-// are.
 std::int64_t estimated_workspace(const Convolution& convolution, Multiply multiply,
+                                 const std::optional<Split>& split, std::int64_t multiprocessors,
                                  std::int64_t chosen) {
-  constexpr std::int64_t kMost = std::int64_t{16} << 20U;
   if (measured().empty()) {
     return chosen;
   }
   if (const auto bytes = product_workspace(convolution, multiply)) {
     return *bytes;
   }
-  if (multiply != Multiply::tensor_cores || convolution.direction != Direction::filter ||
+  if (!split || convolution.direction != Direction::filter ||
       convolution.input[1] != convolution.weight[1]) {
     return chosen;
   }
-  const std::int64_t pieces = convolution.channels_last ? 16 : 64;
-  const std::int64_t piece = std::accumulate(convolution.weight.begin(), convolution.weight.end(),
-                                             kSum, std::multiplies<>());
-  return chosen + std::min(kMost, pieces * piece);
+  return std::max<std::int64_t>(0, chosen + missing_parts(convolution, *split, multiprocessors));
 }
 
 }  // namespace opacus_memprof::virtual_gpu
