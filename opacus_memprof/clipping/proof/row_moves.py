@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from opacus_memprof.clipping.proof.probe import Probe
+from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.summary import coarser
+from opacus_memprof.errors import MemprofError
 
 _SAMPLES = 7
 """A number of samples that is unlikely to equal the size of another dimension."""
@@ -32,11 +33,20 @@ def modules_that_move_rows(probe: Probe) -> list[tuple[nn.Module, set[nn.Module]
 
     Args:
         probe: the probe of the model, with the samples that are tried.
+
+    Raises:
+        MemprofError: a layer cannot be followed.
+        CannotRunError: the model cannot run on these samples.
     """
     modules = _Modules(probe.model)
     watch = _Watch(modules)
-    with modules.watching(), watch:
-        probe.run_samples(range(_SAMPLES), watch.add_inputs)
+    try:
+        with modules.watching(), watch:
+            probe.run_samples(range(_SAMPLES), watch.add_inputs)
+    except MemprofError:
+        raise
+    except Exception as error:  # such as lengths that must be sorted
+        raise CannotRunError from error
     probe.computed_in = watch.computed_in
     return modules.closed()
 
