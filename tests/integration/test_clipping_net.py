@@ -409,3 +409,16 @@ def test_parts_that_are_read_ahead_are_not_refused(prefetches: str) -> None:
             loss.backward()
             optimizer.step()
     torch.testing.assert_close(module._module.weight.grad[0], by_hand)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("later", [BOUND / 4, 4 * BOUND])
+def test_a_bound_that_changes_between_backward_and_step_is_that_of_sum_and_noise(passes: int, later: float) -> None:
+    """One pass clips in the step, and two passes have clipped in backward."""
+    module, optimizer = private(noise_multiplier=2.0, flash_clip_passes=passes)
+    backward(module, 3)
+    optimizer.max_grad_norm = later
+    optimizer.clip_and_accumulate()
+    total = math.sqrt(sum(float(p.summed_grad.square().sum()) for p in module.parameters()))
+    assert total == pytest.approx(3 * (later if passes == 1 else BOUND), rel=1e-5)
+    assert optimizer.noise_std() == pytest.approx(2 * total / 3, rel=1e-5)
