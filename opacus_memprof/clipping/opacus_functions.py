@@ -3,6 +3,7 @@
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from opacus_memprof.clipping.optimizers import optimizer_class
 from opacus_memprof.clipping.optimizers.ddp import DPOptimizerFlashClipDDP
 from opacus_memprof.clipping.optimizers.fsdp import DPOptimizerFlashClipFSDP
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
+from opacus_memprof.clipping.proof.certificate import EngineRecord
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
@@ -43,6 +45,9 @@ MODE = "flash_clip"
 
 _options: dict[str, Any] = {}  # arguments of register()
 _replaced: dict[Callable[..., Any], Callable[..., Any]] = {}  # function of Opacus -> ours
+
+made_private: deque[EngineRecord] = deque(maxlen=1024)
+"""What was proved of the models that have an optimizer, of which a session writes the models of its time."""
 
 
 def register(
@@ -215,6 +220,9 @@ class _FindsModule:
             secure_mode=secure_mode,
             **given,
         )
+        if not any(hooks.certificate in each.models for each in made_private):
+            made_private.append(EngineRecord())
+            made_private[-1].models.append(hooks.certificate)
 
 
 def registered_optimizer_class(clipping: str, distributed: bool) -> type[DPOptimizerFlashClip]:

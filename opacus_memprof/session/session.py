@@ -37,6 +37,12 @@ from opacus_memprof.session.result import Result, describe_run, one_line, outcom
 _current: "Session | None" = None
 
 
+def _registered_models() -> list[Any]:
+    """Returns the records of models that Opacus' own functions have made private, if flash_clip is registered there."""
+    functions = sys.modules.get("opacus_memprof.clipping.opacus_functions")
+    return [] if functions is None else list(functions.made_private)
+
+
 def current() -> "Session | None":
     """Returns the session that is recording in this process, or None."""
     session = _current
@@ -106,6 +112,7 @@ class Session:
         self._claim = Attachment("the claim of the profile's directory")
         self._follows_engines = False
         self._privacy_checks: list[Callable[[], dict[str, Any]]] = []
+        self._registered_before: list[Any] = []
         self._forensics: Forensics | None = None
         self._result: Result | None = None  # once started
 
@@ -134,6 +141,7 @@ class Session:
         self._claim.on_detach(self._claimed.release)
         self.directory = self._claimed.path
         self._result = Result(self.directory, self.warnings)
+        self._registered_before = _registered_models()
         with contain("looking for what torch's allocator cannot count"):
             self.warnings += allocators.allocator_warnings(self.device)
         apply = self._changes.apply
@@ -176,6 +184,9 @@ class Session:
         finally:
             self._changes.detach()
         with contain("writing what was proved of private models"):
+            for record in _registered_models():
+                if record not in self._registered_before:
+                    self.follow_privacy_check(record.to_data)
             write_privacy_checks([check() for check in self._privacy_checks], self.directory / PRIVACY_CHECK)
         try:
             assert self._result is not None  # of a session that was started

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import json
 import subprocess
 import weakref
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_memprof import clipping
+from opacus_memprof import clipping, profile
 from opacus_memprof.clipping import FlashClipHooks, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.directory import PRIVACY_CHECK
 from tests.integration.clipping_by_hand import by_hand
 from tests.integration.test_distributed import ENVIRONMENT
 from tests.warm_python import interpreter
@@ -292,3 +294,31 @@ def test_a_trainer_of_transformers(tmp_path: Path) -> None:
     assert len(seen) == 2
     assert all(0 < size <= BOUND * 1.001 for size in seen)  # the mean of 4 gradients of at most C
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_a_session_writes_what_was_proved(tmp_path: Path, has_engine: bool) -> None:
+    """Once for each model, whoever made its optimizer and however often; not for models of an earlier session."""
+    for name, steps in (("first", 2), ("second", 1)):
+        model = mlp()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with profile(tmp_path / name, device="cpu"):
+            if has_engine:
+                data = DataLoader(TensorDataset(torch.randn(8, 5).double()), batch_size=4)
+                given = {"noise_multiplier": 1.0, "max_grad_norm": BOUND, "loss_reduction": "sum"}
+                module, optimizer, _ = opacus.PrivacyEngine().make_private(
+                    module=model, optimizer=plain, data_loader=data, grad_sample_mode="flash_clip", **given
+                )
+            else:
+                module = wrap_model(model, grad_sample_mode="flash_clip", loss_reduction="sum")
+                for _ in range(2):
+                    optimizer = get_optimizer_class("flat", distributed=False, grad_sample_mode="flash_clip")(
+                        plain, noise_multiplier=1.0, max_grad_norm=BOUND, expected_batch_size=4, loss_reduction="sum"
+                    )
+            for _ in range(steps):
+                optimizer.zero_grad()
+                module(torch.randn(4, 5).double()).square().sum().backward()
+                optimizer.step()
+        (found,) = json.loads((tmp_path / name / PRIVACY_CHECK).read_text())["models"]
+        assert (found["mode"], found["steps"], found["max_grad_norm"]) == ("flash_clip", steps, [BOUND, BOUND])
+        assert found["situations"][0]["forwards"] == steps
