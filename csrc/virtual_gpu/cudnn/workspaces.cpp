@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -212,8 +213,9 @@ std::optional<std::int64_t> product_workspace(const Convolution& convolution, Mu
   }
   const bool wide = convolution.type == CUDNN_DATA_FLOAT;
   if (plane * (wide ? 4 : 2) % kAligned != 0) {
-    const bool in_place = convolution.direction == Direction::data ||
-                          (wide && convolution.direction == Direction::forward);
+    const bool in_place =
+        convolution.direction == Direction::data ||
+        (convolution.direction == Direction::forward && (wide || plane >= kLarge));
     return in_place ? std::optional<std::int64_t>(0) : std::nullopt;
   }
   if (plane < kLarge) {
@@ -239,22 +241,40 @@ constexpr std::array<std::array<std::int64_t, 2>, 10> kTiles{{{128, 128},
 
 // Blocks that run at once on the 132 multiprocessors of an H100, by how many make a cluster, which
 // does not extend beyond a group of about 16 multiprocessors.
-constexpr std::array<std::int64_t, 9> kAtOnce{0, 132, 132, 117, 120, 110, 102, 112, 120};
+constexpr std::array<std::int64_t, 9> kAtOnce{0, 132, 132, 117, 120, 110, 102, 105, 120};
 constexpr std::int64_t kOfMultiprocessors = 132;
 constexpr std::int64_t kAtOnceWithoutGpu = 18;  // as cuDNN takes it to be
 
-// The tiles of the gradient that are summed in parts, times the parts of each: of all tiles, or of
+constexpr std::int64_t kFew = 8;  // parts of a tile
+
+// The tiles of the result that are summed in parts, times the parts of each: of all tiles, or of
 // the tiles in the last turn of the blocks, if there are too few to occupy all blocks.
-std::int64_t parts(std::int64_t tiles, std::int64_t at_once, std::int64_t summands) {
-  constexpr std::int64_t kLeast = 1024;  // summands of a part
+std::int64_t parts(std::int64_t tiles, std::int64_t at_once, std::int64_t most,
+                   std::int64_t most_of_few = kFew) {
   const std::int64_t last = tiles <= at_once ? tiles : tiles % at_once;
-  const std::int64_t each =
-      last == 0 ? 0 : std::min(at_once / last, std::max<std::int64_t>(1, summands / kLeast));
+  std::int64_t each = last == 0 ? 0 : std::min(at_once / last, std::max<std::int64_t>(1, most));
+  if (most_of_few < kFew && each <= kFew) {
+    each = std::min(most_of_few,
+                    static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(each))));
+  }
   return each > 1 ? last * each : 0;
 }
 
-// Bytes of the parts that a gradient of weights is summed in on a GPU, less the parts that cuDNN
-// counts without one: it does not know how many blocks run at once.
+// Of a tile of gradients in bf16 that has few parts, for so many summands; as measured on an H100.
+std::int64_t most_of_few(std::int64_t summands) {
+  constexpr std::int64_t kAll = 65536;
+  if (summands >= kAll) {
+    return kFew;
+  }
+  return summands * 5 >= kAll * 2 ? 4 : summands * 5 >= kAll ? 2 : 1;
+}
+
+std::int64_t round_up(std::int64_t number, std::int64_t multiple) {
+  return divide_up(number, multiple) * multiple;
+}
+
+// Bytes of the parts that the result is summed in on a GPU, less the parts that cuDNN counts
+// without one: it does not know how many blocks run at once.
 std::int64_t missing_parts(const Convolution& convolution, const Split& split,
                            std::int64_t multiprocessors) {
   const std::int64_t cluster = split.rows * split.columns;
@@ -266,27 +286,41 @@ std::int64_t missing_parts(const Convolution& convolution, const Split& split,
   if (rows == 0) {
     return 0;
   }
-  const auto round_up = [](std::int64_t number, std::int64_t multiple) {
-    return divide_up(number, multiple) * multiple;
-  };
+  const std::int64_t outside = convolution.weight[0];  // channels
+  const std::int64_t inside = convolution.weight[1];
   std::int64_t taps = 1;  // of the kernel
-  std::int64_t summands = convolution.input[0];
+  std::int64_t pixels_in = convolution.input[0];
+  std::int64_t pixels_out = convolution.input[0];
   for (std::size_t index = 2; index < convolution.input.size(); ++index) {
-    const std::int64_t taps_here = convolution.weight[index];
-    const std::int64_t extent = convolution.dilation[index - 2] * (taps_here - 1) + 1;
-    taps *= taps_here;
-    summands *= (convolution.input[index] + 2 * convolution.padding[index - 2] - extent) /
-                    convolution.stride[index - 2] +
-                1;
+    const std::int64_t extent =
+        convolution.dilation[index - 2] * (convolution.weight[index] - 1) + 1;
+    taps *= convolution.weight[index];
+    pixels_in *= convolution.input[index];
+    pixels_out *= (convolution.input[index] + 2 * convolution.padding[index - 2] - extent) /
+                      convolution.stride[index - 2] +
+                  1;
   }
-  const std::int64_t tiles =
-      round_up(divide_up(convolution.weight[0], rows), split.rows) *
-      round_up(divide_up(convolution.weight[1], columns) * taps, split.columns);
+  std::int64_t down = 0;  // tiles
+  std::int64_t across = 0;
+  std::int64_t most = 0;  // parts of a tile: each has at least so many summands
+  std::int64_t few = kFew;
+  if (convolution.direction == Direction::filter) {
+    down = divide_up(outside, rows);
+    across = divide_up(inside, columns) * taps;
+    most = pixels_out / 1024;
+    few = convolution.type == CUDNN_DATA_BFLOAT16 ? most_of_few(pixels_out) : kFew;
+  } else {
+    const bool forward = convolution.direction == Direction::forward;
+    down = divide_up(forward ? pixels_out : pixels_in, rows);
+    across = divide_up(forward ? outside : inside, columns);
+    most = (forward ? inside : outside) * taps / 256;
+  }
+  const std::int64_t tiles = round_up(down, split.rows) * round_up(across, split.columns);
   const auto whole = [cluster](std::int64_t blocks) { return blocks / cluster * cluster; };
   const std::int64_t at_once =
       whole(kAtOnce[static_cast<std::size_t>(cluster)] * multiprocessors / kOfMultiprocessors);
-  return (parts(tiles, at_once, summands) - parts(tiles, whole(kAtOnceWithoutGpu), summands)) *
-         rows * columns * kSum;
+  return (parts(tiles, at_once, most, few) - parts(tiles, whole(kAtOnceWithoutGpu), most)) * rows *
+         columns * kSum;
 }
 
 }  // namespace
@@ -323,8 +357,10 @@ std::int64_t estimated_workspace(const Convolution& convolution, Multiply multip
   if (const auto bytes = product_workspace(convolution, multiply)) {
     return *bytes;
   }
-  if (!split || convolution.direction != Direction::filter ||
-      convolution.input[1] != convolution.weight[1]) {
+  // In half precision the engines of the other two directions were not found to follow this.
+  const bool followed =
+      convolution.direction == Direction::filter || convolution.type == CUDNN_DATA_FLOAT;
+  if (!split || !followed || convolution.input[1] != convolution.weight[1]) {
     return chosen;
   }
   return std::max<std::int64_t>(0, chosen + missing_parts(convolution, *split, multiprocessors));
