@@ -337,7 +337,10 @@ def _split() -> tuple[Any, Any, Any, torch.Tensor]:
 
 @pytest.mark.parametrize("has_step", [True, False])
 @pytest.mark.parametrize("is_same_manager", [True, False])
-def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(is_same_manager: bool, has_step: bool) -> None:
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(
+    clears_first: bool, is_same_manager: bool, has_step: bool
+) -> None:
     """Otherwise the part's samples would count twice in the next step."""
     module, optimizer, manager, by_hand = _split()
     with manager as parts:
@@ -354,11 +357,15 @@ def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(is_same_mana
             else:
                 first = next(iterator)
             for x, _ in (first, *iterator):
-                optimizer.zero_grad()
+                if clears_first:
+                    optimizer.zero_grad()
                 module(x).sum().backward()
                 optimizer.step()
+                found = module._module.weight.grad
+                if not clears_first:
+                    optimizer.zero_grad()
     assert not optimizer._step_skip_queue
-    torch.testing.assert_close(module._module.weight.grad[0], by_hand)
+    torch.testing.assert_close(found[0], by_hand)
 
 
 def test_a_batch_that_is_only_looked_at_leaves_the_steps_to_their_parts() -> None:

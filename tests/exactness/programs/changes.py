@@ -266,6 +266,13 @@ def _rows_of_one_batch(*rows: Any) -> Callable[[], list[Step]]:
     return steps
 
 
+def _beside_one_input() -> list[Step]:
+    """A step of two physical batches whose first tensors are the same, such as those of one prompt."""
+    whole, prompt = floats(6, 6), floats(3, 6)["x"]
+    parts = [{name: x[rows] for name, x in whole.items()} for rows in (slice(3), slice(3, 6))]
+    return [Step([{"prompt": prompt, **part} for part in parts])]
+
+
 _HOLDS = {"holds_frozen": True}
 _TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
@@ -326,6 +333,13 @@ PROGRAMS = [
     Program("batches_accumulated_two_passes", _chain(), _accumulated(4, 2), "exact", settings={"passes": 2}),
     Program("batches_given_twice", _chain(), _rows_of_one_batch(slice(5), slice(5)), "refused"),
     Program("batches_that_share_a_sample", _chain(), _rows_of_one_batch(slice(5), slice(4, 9)), "refused"),
+    Program("batches_given_again_later", _chain(), _rows_of_one_batch(slice(3), slice(3, 6), slice(3)), "refused"),
+    Program(
+        "batches_that_share_one_input",
+        lambda: Graph(lambda m, prompt, x: m.last(m.first(x) * prompt), first=nn.Linear(6, 6), last=nn.Linear(6, 3)),
+        _beside_one_input,
+        "exact",
+    ),
     Program("batches_that_are_slices", _chain(), _rows_of_one_batch(slice(5), slice(5, 9)), "exact"),
     Program("batches_with_equal_rows", _chain(), _rows_of_one_batch([0, 1, 2], [2, 3, 4]), "exact"),
     Program("batches_of_one", _chain(), of_shape(1, 6, count=2), "exact"),

@@ -47,6 +47,20 @@ def _rounded_by_size(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last((h.to(m.dtype) * (1 + 1e-7 * len(x))).to(h.dtype))
 
 
+@changed_in_backward
+def _scaled_by_batch(g: torch.Tensor) -> torch.Tensor:
+    """Scales by a mean over the batch, but by less than what a unit of ReLU may change in a batch of another size."""
+    return g * (1 + 2e-3 * g.mean() / g.abs().mean().clamp(min=1e-30))
+
+
+def _scaling_by_batch() -> nn.Module:
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model.last(torch.tanh(_scaled_by_batch(model.first(x))))
+        return output.square().sum()
+
+    return Graph(forward, first=nn.Linear(6, 16), last=nn.Linear(16, 12))
+
+
 def _part_in(dtype: torch.dtype) -> Callable[[], nn.Module]:
     return lambda: Graph(_rounded_by_size, first=nn.Linear(6, 6), last=nn.Linear(6, 3), dtype=dtype)
 
@@ -54,6 +68,14 @@ def _part_in(dtype: torch.dtype) -> Callable[[], nn.Module]:
 _BF16, _FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}
 PROGRAMS = [
     Program("precision_rounds_anew_and_mixes", _mixing_weakly, of_shape(8, 6), "refused", loss_of_the_model),
+    Program(
+        "precision_scales_by_batch",
+        _scaling_by_batch,
+        of_shape(8, 6),
+        "refused",
+        loss_of_the_model,
+        {"dtype": torch.float32},
+    ),
     Program("precision_float32_inside", _part_in(torch.float32), of_shape(5, 6), "exact", settings={"tolerance": 1e-5}),
     Program("precision_weak_mixing_in_float64", _part_in(torch.float64), of_shape(5, 6), "refused"),
     # Added up in bf16, a sum of ones stays at 256.
