@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tests.integration.clipping_by_hand import Batch, difference
@@ -268,3 +269,41 @@ def test_modules_are_clipped_as_by_hand(name: str, passes: int) -> None:
     torch.manual_seed(0)
     build, batch = MODELS[name]
     assert difference(randomized(build), batch(), losses, passes=passes) < 1e-8
+
+
+class AdaptedInForward(nn.Module):
+    """A frozen parameter with a low-rank adapter, registered as a parametrization for one forward, as PEFT does.
+
+    `requires_grad_` fails under vmap, before the clean-up begins.
+    """
+
+    class Added(nn.Module):
+        def __init__(self, delta: torch.Tensor) -> None:
+            super().__init__()
+            self.delta = delta
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + self.delta
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.Added(self.b.weight @ self.a.weight)
+        parametrize.register_parametrization(self.base, "weight", added)
+        self.base.parametrizations["weight"].original.requires_grad_(False)
+        try:
+            y: torch.Tensor = self.base(x).tanh()
+            return y
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+def test_adapters_that_are_registered_for_each_forward() -> None:
+    """Registering one sets the parameter to its own memory, which writes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), AdaptedInForward(), nn.Linear(WIDTH, 3)).double()
+    batch = {"x": torch.randn(SAMPLES, WIDTH, dtype=torch.float64)}
+    assert difference(model, batch, lambda model, batch: model(batch["x"]).square().flatten(1).sum(1)) < 1e-9

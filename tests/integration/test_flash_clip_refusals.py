@@ -480,3 +480,33 @@ def test_random_numbers_whose_amount_depends_on_data_are_named() -> None:
     module, _ = private(nn.Sequential(nn.Linear(9, 3), nn.RReLU()).double(), 1)
     with pytest.raises(MemprofError, match=r"more or fewer random numbers for other data .* use nn\.LeakyReLU"):
         module(torch.randn(4, 9, dtype=torch.float64))
+
+
+def test_a_forward_that_sets_a_parameter_to_other_memory() -> None:
+    class Setting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.set_(self.weight * 0.9)  # type: ignore[call-overload]
+            return super().forward(x)
+
+    module = GradSampleModuleFlashClip(nn.Sequential(nn.Linear(9, 9), Setting(9, 4)))
+    with pytest.raises(MemprofError, match=r"forward writes to its parameter 1\.weight"):
+        module(torch.randn(4, 9))
+
+
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_an_output_that_compares_all_samples_is_named(has_scale: bool) -> None:
+    """As in models of images and texts: the scale is the model's own parameter, so that the whole model is repeated."""
+
+    class Compared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(9, 4), nn.Linear(5, 4)
+            self.scale = nn.Parameter(torch.tensor(2.0)) if has_scale else torch.tensor(2.0)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            image, text = self.image(x), self.text(y)
+            return {"image": image, "logits": self.scale.exp() * image @ text.T}
+
+    with pytest.raises(MemprofError, match=r"an output of the model of shape \(3, 3\) mixes the 3 samples"):
+        GradSampleModuleFlashClip(Compared())(torch.randn(6, 9), torch.randn(6, 5))

@@ -244,14 +244,15 @@ class Repetition:
             for output, where in zip(outputs, call.outputs.values(), strict=True)
         ]
         try:
-            next(self.chunks(call, zeros, call.batch))
+            with _undoing_changes(self.module):
+                next(self.chunks(call, zeros, call.batch))
         except Exception:  # vmap may support an operation, but not its gradient
             return False
         return True
 
     def _gives_outputs(self, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _undoing_changes(self.module):
                 if self.way == "whole":
                     assert call.random is not None
                     with call.random.restored():
@@ -289,6 +290,25 @@ class Repetition:
 
     def _fresh(self) -> Gradients:
         return {name: value.detach() for name, value in self.values.items()}
+
+
+@contextmanager
+def _undoing_changes(module: nn.Module) -> Iterator[None]:
+    """Undoes changes of the module's structure that a forward has begun and not ended, because it has failed.
+
+    Such as those of adapters that register a parametrization for one forward.
+    """
+    before = [(each, type(each), dict(each._parameters), dict(each._modules)) for each in module.modules()]
+    try:
+        yield
+    except Exception:
+        for each, kind, parameters, modules in before:
+            if type(each) is not kind:
+                each.__class__ = kind
+            for now, then in ((each._parameters, parameters), (each._modules, modules)):
+                now.clear()
+                now.update(then)  # type: ignore[arg-type]
+        raise
 
 
 def _gradients(

@@ -203,6 +203,8 @@ class Probe(SampleForwards):
         if unsuitable and forwards[0].draws and _calls_differ(forwards):
             found, unsuitable = self._match_with_fixed_draws(forwards)
         if unsuitable:
+            if any(layer.module is self.model and isinstance(layer, GenericLayer) for layer in unsuitable):
+                self._find_outputs(_comparing([each.outputs for each in forwards]))  # nothing larger can be repeated
             return found, unsuitable
         used = forwards[0].used_parameters
         layers = self.registry.layers()
@@ -389,7 +391,7 @@ class _WriteGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not _sets_to_itself(func, args):
             given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -406,6 +408,14 @@ class _WriteGuard(TorchDispatchMode):
                 )
 
 
+def _sets_to_itself(func: Any, args: Any) -> bool:
+    """Returns whether a tensor is set to the memory that it has, as torch does for each parametrization."""
+    if func is not torch.ops.aten.set_.source_Tensor:
+        return False
+    x, source = args
+    return bool(x.is_set_to(source)) and x.dtype == source.dtype
+
+
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:
     """Returns whether the samples are at `where` in all tensors, and `x` and `y` differ only in the changed sample."""
     rows = where.rows(x.meta, SIZE)
@@ -417,6 +427,17 @@ def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[T
             return False
     a, b = where.by_sample(x.sums, SIZE), where.by_sample(y.sums, SIZE)
     return all(close(b[n], a[n]) for n in range(SIZE) if n != _CHANGED)
+
+
+def _comparing(outputs: list[list[Any]]) -> list[list[Any]]:
+    """Returns those outputs of each forward that have one number for each pair of samples, [B, B]."""
+    sizes = (SIZE, SIZE, *_OTHER_SIZES)
+    found = [
+        leaves
+        for leaves in zip(*outputs, strict=False)
+        if all(tuple(x.meta.shape) == (n, n) for x, n in zip(leaves, sizes, strict=True))
+    ]
+    return [list(leaves) for leaves in zip(*found, strict=True)]
 
 
 def _calls_differ(forwards: list[SampleForward]) -> bool:
