@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "gradients_are_not_compared",
         "proof/recorder.py",
-        "if any(far_apart(x, y, kept) for x, y in zip(a.gradients, b.gradients, strict=False)):",
-        "if any(far_apart(x, y, kept) for x, y in ()):",
+        "if any(far_apart(x, y, kept, may_jump) for x, y in zip(a.gradients, b.gradients, strict=False)):",
+        "if any(far_apart(x, y, kept, may_jump) for x, y in ()):",
         "A layer whose output gradient depends on other samples is accepted.",
         programs("single_gradient"),
     ),
