@@ -124,7 +124,7 @@ FAULTS = [
         "if any(far_apart(x, y, kept, may_jump) for x, y in zip(a.gradients, b.gradients, strict=False)):",
         "if any(far_apart(x, y, kept, may_jump) for x, y in ()):",
         "A layer whose output gradient depends on other samples is accepted.",
-        programs("single_gradient"),
+        programs("precision_rounds_anew_and_mixes"),
     ),
     Fault(
         "mixing_tolerance",
