@@ -197,6 +197,22 @@ FAULTS = [
         integration(f"{_STATE}::a_refused_step_leaves_everything"),
     ),
     Fault(
+        "unfinished_batches_are_kept",
+        "optimizers/optimizer.py",
+        "            self._give_up_unfinished()\n",
+        "",
+        "Parts of a logical batch whose loop has ended early are part of the next step.",
+        integration(f"{_NET}::a_loop_that_ends_within_a_logical_batch_gives_the_batch_up"),
+    ),
+    Fault(
+        "parts_without_a_step",
+        "optimizers/optimizer.py",
+        "        self._leave_parts()\n",
+        "",
+        "A part whose error the loop has swallowed leaves its flag to the next part.",
+        integration(f"{_NET}::a_part_whose_error_the_loop_swallows_is_no_part_of_another_batch"),
+    ),
+    Fault(
         "net_is_not_asked",
         "optimizers/optimizer.py",
         "        self._check_sums()\n",
