@@ -140,7 +140,8 @@ class CallProofs:
             self.situations.known.pop(call.key, None)
             raise MemprofError(
                 f"{type(call.entry).__name__} writes tensors into an object among its arguments, such as a cache, "
-                "which cannot be proved to have no data of other samples: pass tensors, and return new ones."
+                "which cannot be proved to have no data of other samples: pass tensors to the model, and return new "
+                "ones."
             )
         known = self.situations.known.get(call.key)
         if known is None:
