@@ -126,11 +126,6 @@ class FlashClip:
             return 0, 0
         return self._calls_until_formed() + 1, self.layer.forward.element_bytes * n * module.weight
 
-    def forms_merged_gradients(self, n: int) -> bool:
-        """Returns whether matrix products form the norms of a layer that runs several times."""
-        kept = self.kept_calls(n) == self.layer.forward.calls
-        return not kept or not self.in_registers or self._choice(n, False).norm == "gradient"
-
     def merged_norm_temporaries(self, n: int) -> int:
         """Returns the bytes of temporaries for the norms of a layer that runs several times.
 

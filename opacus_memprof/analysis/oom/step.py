@@ -348,8 +348,7 @@ class Step:
         summed = self._summed() if accumulates else 0
         for layer, clip in layers:
             if layer.is_repeated:  # norms are found when all its calls are known
-                workspace = self.workspace if clip.forms_merged_gradients(n) else 0
-                temporaries = {"library_workspace": workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
+                temporaries = {"library_workspace": self.workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
                 yield Instant("clip", layer.name, {"per_sample_gradients": kept, **temporaries})
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}
