@@ -43,6 +43,16 @@ class Run:
         """Returns the observations of a kind, with the names of their modules."""
         return [(self.names.module(fact["module"]), fact) for fact in self.facts if fact["kind"] == kind]
 
+    def facts_by_device(self, kind: str) -> Iterator[tuple[Mapping[str, Any], str, Device]]:
+        """Yields each observation of a kind with each device."""
+        for _, fact in self.facts_of(kind):
+            for device, entry in self.devices.items():
+                yield fact, device, entry
+
+    def models_made_in(self) -> dict[str, int]:
+        """Returns the step in which each model was made, by its name."""
+        return {model_of(name)[1]: fact["step"] for name, fact in self.facts_of("model_named")}
+
     def is_material(self, device: str, size: int) -> bool:
         """Returns whether `size` bytes are at least MATERIAL of the device's peak."""
         return size > 0 and size >= MATERIAL * self.devices[device].peak.requested_bytes
@@ -214,21 +224,20 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
 
 def per_sample_gradients_by_hand(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients that the program computes itself, by torch.func."""
-    for _, fact in run.facts_of("samples_by_hand"):
-        for device, entry in run.devices.items():
-            categories = entry.peak.categories
-            size = sum(categories.get(name, 0) for name in ("unattributed", "backward_temporaries", "gradients"))
-            if run.is_material(device, min(fact["bytes"], size)) and 2 * size > fact["bytes"]:
-                yield Finding(
-                    "per_sample_gradients_by_hand",
-                    "",
-                    fact["bytes"],
-                    f"vmap(grad(...)) computes the gradients of {format_count(fact['samples'], 'sample')} at once, "
-                    f"{format_bytes(fact['bytes'])}, and {format_bytes(size)} of gradients and what is computed from "
-                    f"them were live at the peak of {device}",
-                    BY_PARTS,
-                    device=device,
-                )
+    for fact, device, entry in run.facts_by_device("samples_by_hand"):
+        categories = entry.peak.categories
+        size = sum(categories.get(name, 0) for name in ("unattributed", "backward_temporaries", "gradients"))
+        if run.is_material(device, min(fact["bytes"], size)) and 2 * size > fact["bytes"]:
+            yield Finding(
+                "per_sample_gradients_by_hand",
+                "",
+                fact["bytes"],
+                f"vmap(grad(...)) computes the gradients of {format_count(fact['samples'], 'sample')} at once, "
+                f"{format_bytes(fact['bytes'])}, and {format_bytes(size)} of gradients and what is computed from "
+                f"them were live at the peak of {device}",
+                BY_PARTS,
+                device=device,
+            )
 
 
 BY_PARTS = (
@@ -240,28 +249,27 @@ MANY_BATCHES = 3  # batches beside the one in use: fewer hide the time that copy
 
 def batches_on_device(run: Run) -> Iterator[Finding]:
     """Finds batches on the device that wait for their turn, or have had it."""
-    for _, fact in run.facts_of("largest_batch"):
-        for device, entry in run.devices.items():
-            peak = entry.peak
-            blocks = Counter(block.bytes for block in peak.largest_blocks if block.category == "inputs")
-            size = peak.categories.get("inputs", 0) - fact["bytes"]
-            # A batch can be a list of tensors of the same size, or have targets larger than it.
-            if (
-                size >= MANY_BATCHES * fact["bytes"] > 0
-                and max(blocks.values(), default=0) > MANY_BATCHES
-                and run.is_material(device, size)
-            ):
-                lines = {line: sizes["inputs"] for line, sizes in peak.lines.items() if "inputs" in sizes}
-                line = max(lines, key=lambda each: lines[each], default="")
-                yield Finding(
-                    "batches_on_device",
-                    "",
-                    size,
-                    f"at the peak of {device}, {format_bytes(size)} of batches were live beside the one in use of "
-                    f"{format_bytes(fact['bytes'])}: see {line or 'what moves them there'}",
-                    BATCH_BY_BATCH,
-                    device=device,
-                )
+    for fact, device, entry in run.facts_by_device("largest_batch"):
+        peak = entry.peak
+        blocks = Counter(block.bytes for block in peak.largest_blocks if block.category == "inputs")
+        size = peak.categories.get("inputs", 0) - fact["bytes"]
+        # A batch can be a list of tensors of the same size, or have targets larger than it.
+        if (
+            size >= MANY_BATCHES * fact["bytes"] > 0
+            and max(blocks.values(), default=0) > MANY_BATCHES
+            and run.is_material(device, size)
+        ):
+            lines = {line: sizes["inputs"] for line, sizes in peak.lines.items() if "inputs" in sizes}
+            line = max(lines, key=lambda each: lines[each], default="")
+            yield Finding(
+                "batches_on_device",
+                "",
+                size,
+                f"at the peak of {device}, {format_bytes(size)} of batches were live beside the one in use of "
+                f"{format_bytes(fact['bytes'])}: see {line or 'what moves them there'}",
+                BATCH_BY_BATCH,
+                device=device,
+            )
 
 
 BATCH_BY_BATCH = (
@@ -272,26 +280,23 @@ BATCH_BY_BATCH = (
 
 def forwards_without_backward(run: Run) -> Iterator[Finding]:
     """Finds the graphs of many forward passes that were live at once, as of an evaluation that adds up losses."""
-    for _, fact in run.facts_of("waiting_forwards"):
-        for device, entry in run.devices.items():
-            peak = entry.peak
-            size = peak.categories.get("activations", 0)
-            equal = Counter(
-                (b.module, b.bytes)
-                for b in peak.largest_blocks
-                if b.category == "activations" and b.step == fact["step"]
+    for fact, device, entry in run.facts_by_device("waiting_forwards"):
+        peak = entry.peak
+        size = peak.categories.get("activations", 0)
+        equal = Counter(
+            (b.module, b.bytes) for b in peak.largest_blocks if b.category == "activations" and b.step == fact["step"]
+        )
+        if peak.step == fact["step"] and min(fact["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
+            yield Finding(
+                "forwards_without_backward",
+                "",
+                size,
+                f"{fact['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
+                f"{format_bytes(size)} of activations were live at the peak of {device}: something keeps their "
+                "graphs, such as a list or a sum of losses or outputs",
+                NO_GRAPHS,
+                device=device,
             )
-            if peak.step == fact["step"] and min(fact["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
-                yield Finding(
-                    "forwards_without_backward",
-                    "",
-                    size,
-                    f"{fact['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
-                    f"{format_bytes(size)} of activations were live at the peak of {device}: something keeps their "
-                    "graphs, such as a list or a sum of losses or outputs",
-                    NO_GRAPHS,
-                    device=device,
-                )
 
 
 NO_GRAPHS = (
@@ -306,41 +311,39 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
     These are evaluations of a batch larger than all before in training. In the mode no_op, torch.func computes the
     gradients in a forward pass of its own, and detaches its results.
     """
-    for _, fact in run.facts_of("evaluation_graphs"):
-        for device, entry in run.devices.items():
-            peak = entry.peak
-            # Without a backward pass that uses it, what a graph saves counts as a temporary.
-            size = sum(peak.categories.get(category, 0) for category in ("activations", "forward_temporaries"))
-            if (peak.phase, peak.step) == ("forward", fact["step"]) and run.is_material(device, size):
-                yield Finding(
-                    "graphs_without_backward",
-                    "",
-                    size,
-                    f"the peak of {device} is in an evaluation, a forward pass in eval mode: it recorded a graph for a "
-                    f"backward pass that does not follow, and {format_bytes(size)} of activations and temporaries were "
-                    "live",
-                    "evaluate under torch.no_grad() or torch.inference_mode(): model.eval() alone keeps all "
-                    "activations for a backward pass",
-                    device=device,
-                )
-    for _, fact in run.facts_of("largest_batch"):
-        for device, entry in run.devices.items():
-            peak = entry.peak
-            size = peak.categories.get("forward_temporaries", 0)
-            modules = {block.module for block in peak.largest_blocks if block.category == "forward_temporaries"}
-            is_in_it = (peak.phase, peak.step, True) == ("forward", fact["step"], fact["has_graph"])
-            # Without a graph, a forward pass holds what few modules have made.
-            few = 10 * peak.categories.get("activations", 0) > size or len(modules) < _OFTEN
-            if is_in_it and not few and 2 * size > peak.requested_bytes and not run.facts_of("evaluation_graphs"):
-                yield Finding(
-                    "graphs_without_backward",
-                    "",
-                    size,
-                    f"the peak of {device} is in a forward pass that recorded a graph, and no backward pass used what "
-                    f"it kept: {format_bytes(size)}",
-                    NO_GRAPHS,
-                    device=device,
-                )
+    for fact, device, entry in run.facts_by_device("evaluation_graphs"):
+        peak = entry.peak
+        # Without a backward pass that uses it, what a graph saves counts as a temporary.
+        size = sum(peak.categories.get(category, 0) for category in ("activations", "forward_temporaries"))
+        if (peak.phase, peak.step) == ("forward", fact["step"]) and run.is_material(device, size):
+            yield Finding(
+                "graphs_without_backward",
+                "",
+                size,
+                f"the peak of {device} is in an evaluation, a forward pass in eval mode: it recorded a graph for a "
+                f"backward pass that does not follow, and {format_bytes(size)} of activations and temporaries were "
+                "live",
+                "evaluate under torch.no_grad() or torch.inference_mode(): model.eval() alone keeps all "
+                "activations for a backward pass",
+                device=device,
+            )
+    for fact, device, entry in run.facts_by_device("largest_batch"):
+        peak = entry.peak
+        size = peak.categories.get("forward_temporaries", 0)
+        modules = {block.module for block in peak.largest_blocks if block.category == "forward_temporaries"}
+        is_in_it = (peak.phase, peak.step, True) == ("forward", fact["step"], fact["has_graph"])
+        # Without a graph, a forward pass holds what few modules have made.
+        few = 10 * peak.categories.get("activations", 0) > size or len(modules) < _OFTEN
+        if is_in_it and not few and 2 * size > peak.requested_bytes and not run.facts_of("evaluation_graphs"):
+            yield Finding(
+                "graphs_without_backward",
+                "",
+                size,
+                f"the peak of {device} is in a forward pass that recorded a graph, and no backward pass used what "
+                f"it kept: {format_bytes(size)}",
+                NO_GRAPHS,
+                device=device,
+            )
     for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
         clip = entry.phases.get("clip")
         size = 0 if clip is None else clip.categories.get("activations", 0)
@@ -436,7 +439,7 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[st
 
 def gradients_of_other_models(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients of models that wait for their turn, such as those of clients in federated learning."""
-    made_in = {model_of(name)[1]: fact["step"] for name, fact in run.facts_of("model_named")}
+    made_in = run.models_made_in()
     for device, entry in run.devices.items():
         peak = entry.peak
         blocks = [block for block in peak.largest_blocks if block.category == "per_sample_gradients"]
@@ -463,7 +466,7 @@ def gradients_of_other_models(run: Run) -> Iterator[Finding]:
 
 def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
     """Finds models that are alive at the peak although an equal one has been trained since."""
-    made_in = {model_of(name)[1]: fact["step"] for name, fact in run.facts_of("model_named")}
+    made_in = run.models_made_in()
     for device, entry in run.devices.items():
         sizes = earlier_models(entry.peak.modules, made_in)
         total = sum(sizes.values())

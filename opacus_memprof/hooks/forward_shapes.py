@@ -434,9 +434,8 @@ def _record_evaluation(model: WatchedModel, elements: int) -> None:
     if model.evaluated_in[-1:] != [step]:
         model.evaluated_in = [*model.evaluated_in[-_EVALUATIONS:], step]
         observations.record("evaluations_with_graphs", 0, step, steps=model.evaluated_in)
-    if (
-        elements > model.largest_evaluated and elements > model.largest_trained > 0
-    ):  # only the first of equal peaks counts
+    # Only the first of equal peaks counts.
+    if elements > model.largest_evaluated and elements > model.largest_trained > 0:
         model.largest_evaluated = elements
         observations.record("evaluation_graphs", 0, elements, step=step)
 

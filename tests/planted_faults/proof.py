@@ -65,8 +65,8 @@ FAULTS = [
     Fault(
         "jumps_in_batches_of_one_size",
         "proof/recorder.py",
-        "may_jump=not is_same_size)",
-        "may_jump=True)",
+        "kept, no_leak, may_jump)",
+        "kept, no_leak, True)",
         "A backward in float32 may mix samples by half a percent.",
         programs("precision_scales_by_batch"),
     ),

@@ -6,7 +6,7 @@ so each layer keeps what its clipped sum needs, and the sums are formed afterwar
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,15 @@ from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_produc
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
-_MOST_FORWARDS = 1024  # whose samples are remembered until their backward
+_MOST_FORWARDS = 1024  # of which something is remembered until their backward
+_Noted = TypeVar("_Noted")
+
+
+def _remember(notes: dict[int, _Noted], forward: int, note: _Noted) -> None:
+    """Adds a note about a forward, by its number, and drops the oldest one if there are too many."""
+    notes[forward] = note
+    if len(notes) > _MOST_FORWARDS:
+        del notes[next(iter(notes))]
 
 
 class Bookkeeping:
@@ -159,15 +167,11 @@ class Bookkeeping:
 
     def note_samples(self, forward: int, tensors: Iterable[torch.Tensor], batch: int) -> None:
         """Notes which samples a forward was given, for `check_complete`."""
-        self._given[forward] = GivenRows(tensors, batch)
-        if len(self._given) > _MOST_FORWARDS:
-            del self._given[next(iter(self._given))]
+        _remember(self._given, forward, GivenRows(tensors, batch))
 
     def note_layers(self, forward: int, called: set[Layer]) -> None:
         """Notes which layers a forward has called, for `check_complete`."""
-        self._called[forward] = called
-        if len(self._called) > _MOST_FORWARDS:
-            del self._called[next(iter(self._called))]
+        _remember(self._called, forward, called)
 
     def begin_backward(self, forward: int) -> None:
         """Called when a backward reaches the outputs of a forward, before any layer adds anything."""

@@ -95,7 +95,7 @@ class RecordedForward:
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
-    def add_gradients(self, total: GradientSums, weights: torch.Tensor, parts: int = 1) -> None:
+    def add_gradients(self, total: GradientSums, weights: torch.Tensor, parts: int) -> None:
         """Adds the gradients of parameters from the outputs alone, by plain autograd.
 
         Args:

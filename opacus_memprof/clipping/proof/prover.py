@@ -320,7 +320,7 @@ class Prover:
         part = Prover(replace(self.program, batch=len(places), places=places), self.workspace)
         if share is None:
             other = part._backward(some, structure, kept, base.with_shared)
-            return base.at(places).differences(other, kept, no_leak=False, is_same_size=False)
+            return base.at(places).differences(other, kept, no_leak=False, may_jump=True)
         of_whole, of_part = FixedDraws(share), FixedDraws(share)
         try:
             with of_whole:
@@ -341,7 +341,7 @@ class Prover:
             return []
         if share != MIDDLE and not (base.is_finite() and other.is_finite()):
             return []
-        return base.at(places).differences(other, kept, no_leak=False, is_same_size=False)
+        return base.at(places).differences(other, kept, no_leak=False, may_jump=True)
 
     def _changed(
         self,

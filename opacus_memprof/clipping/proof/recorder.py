@@ -256,12 +256,13 @@ def far_apart(a: Rows, b: Rows, kept: torch.Tensor, may_jump: bool = False) -> b
     With `may_jump`, rounding may also have changed the sign of some inputs of ReLU, or the place of some maximums. That
     of float64 does not.
     """
-    differs = differing(a, b) & kept.to(a.norms.device)
-    if not may_jump or a.dtype == torch.float64 or not bool(differs.any()):
-        return bool(differs.any())
-    differences, tolerance = a.differences(b)[kept.to(a.norms.device)], _rounding_of(a, b)
+    differences, rounding, kept = a.differences(b), _rounding_of(a, b), kept.to(a.norms.device)
+    is_far = bool(((differences > rounding) & kept).any())
+    if not is_far or not may_jump or a.dtype == torch.float64:
+        return is_far
+    differences = differences[kept]
     of_all = float(differences.norm()) / math.sqrt(len(differences))
-    return of_all > max(tolerance, _JUMPS) or float(differences.amax()) > max(tolerance, _JUMP)
+    return of_all > max(rounding, _JUMPS) or float(differences.amax()) > max(rounding, _JUMP)
 
 
 def differing(a: Rows, b: Rows) -> torch.Tensor:
@@ -379,10 +380,10 @@ class Run:
         self.measure_rounding(again)
         return self.differences(other, kept, no_leak)
 
-    def differences(self, other: Run, kept: torch.Tensor, no_leak: bool, is_same_size: bool = True) -> list[Doubt]:
+    def differences(self, other: Run, kept: torch.Tensor, no_leak: bool, may_jump: bool = False) -> list[Doubt]:
         """Does the same as `compare`, but measures no rounding.
 
-        Gradients of runs that are not of the same size may differ by jumps; see `far_apart`.
+        With `may_jump`, for runs of other sizes, gradients may differ by jumps; see `far_apart`.
 
         Raises:
             MixingError: an output differs.
@@ -401,7 +402,7 @@ class Run:
         layers = list(dict.fromkeys(r.layer for r in reversed(self.recorder.records)))
         for layer in layers:
             mine, others = self.recorder.of_layer(layer), other.recorder.of_layer(layer)
-            reason = first_difference(mine, others, kept, no_leak, may_jump=not is_same_size)
+            reason = first_difference(mine, others, kept, no_leak, may_jump)
             if reason is not None:
                 doubts.append(Doubt(layer, reason, moves=True))
         known = set(layers)
