@@ -241,11 +241,13 @@ class GivenRows:
 
     def __init__(self, tensors: Iterable[torch.Tensor], batch: int) -> None:
         self._batch = batch
+        rows = [x for x in tensors if x.dim() and len(x) == batch and x.numel()]
+        # Samples are the same if all of their tensors are, so that the memory of all must be known.
+        is_known = all(x.layout == torch.strided and not (x.is_nested or x.is_inference()) for x in rows)
         self._tensors = [
             (StorageWeakRef(x.untyped_storage()), x._version, x.dtype, int(x.storage_offset()), x.stride(0))  # type: ignore[no-untyped-call]
-            for x in tensors
-            if type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_inference()
-            if x.dim() and len(x) == batch and x.numel() and (x.stride(0) or batch == 1)
+            for x in (rows if is_known else ())
+            if x.stride(0) or batch == 1
         ]
 
     def are_gone(self) -> bool:

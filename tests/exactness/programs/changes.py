@@ -273,6 +273,15 @@ def _beside_one_input() -> list[Step]:
     return [Step([{"prompt": prompt, **part} for part in parts])]
 
 
+class _Image(torch.Tensor):
+    """A subclass, as those of torchvision."""
+
+
+def _images_beside_one_input() -> list[Step]:
+    (both,) = _beside_one_input()
+    return [Step([{**batch, "x": batch["x"].as_subclass(_Image)} for batch in both.batches])]
+
+
 _HOLDS = {"holds_frozen": True}
 _TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
@@ -338,6 +347,12 @@ PROGRAMS = [
         "batches_that_share_one_input",
         lambda: Graph(lambda m, prompt, x: m.last(m.first(x) * prompt), first=nn.Linear(6, 6), last=nn.Linear(6, 3)),
         _beside_one_input,
+        "exact",
+    ),
+    Program(
+        "batches_of_a_subclass_that_share_one_input",
+        lambda: Graph(lambda m, prompt, x: m.last(m.first(x) * prompt), first=nn.Linear(6, 6), last=nn.Linear(6, 3)),
+        _images_beside_one_input,
         "exact",
     ),
     Program("batches_that_are_slices", _chain(), _rows_of_one_batch(slice(5), slice(5, 9)), "exact"),
