@@ -141,7 +141,8 @@ class Session:
         self._claim.on_detach(self._claimed.release)
         self.directory = self._claimed.path
         self._result = Result(self.directory, self.warnings)
-        self._registered_before = _registered_models()
+        with contain("finding the private models of earlier trainings"):
+            self._registered_before = _registered_models()
         with contain("looking for what torch's allocator cannot count"):
             self.warnings += allocators.allocator_warnings(self.device)
         apply = self._changes.apply
