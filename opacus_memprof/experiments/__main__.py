@@ -31,8 +31,7 @@ def main() -> None:
         return
     if configuration.pretrained:
         use_cache_if_hub_unreachable()
-    from opacus_memprof.experiments.process_group import leave_group  # loads torch
-    from opacus_memprof.experiments.sharded_run import rank_result_file
+    from opacus_memprof.experiments.sharded_run import leave_group, rank_result_file  # loads torch
     from opacus_memprof.experiments.training import train
 
     result = train(configuration, directory / PROFILE_DIRECTORY)

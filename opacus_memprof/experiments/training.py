@@ -14,7 +14,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, models, process_group, sharded_run
+from opacus_memprof.experiments import data, models, sharded_run
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import ProgressLog, build_result
 from opacus_memprof.language import tr, tr_sentence
@@ -65,7 +65,7 @@ class _Run:
         self._device = torch.device(self._session.device)
         if configuration.nproc > 1:
             progress.begin("joining the other processes")
-            self._device = process_group.join_group(self._session.device)
+            self._device = sharded_run.join_group(self._session.device)
         progress.begin("loading the model")
         model = models.build_model(configuration, self._device)
         self._session.attach(model)

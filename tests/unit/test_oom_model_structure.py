@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.model_structure import (
+from opacus_memprof.analysis.oom.layers import (
+    Layer,
     distribute_missing,
     releasing_layers,
     repeated_units,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from opacus_memprof.analysis.findings import model_of
 from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, Failure, History, Leftovers, sum_by
-from opacus_memprof.analysis.oom.layers import NORMS, Layer
-from opacus_memprof.analysis.oom.model_structure import (
+from opacus_memprof.analysis.oom.layers import (
+    NORMS,
+    Layer,
     distribute_missing,
     releasing_layers,
     repeated_units,

@@ -19,8 +19,7 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
     Suggestion,
     suggest,
 )
-from opacus_memprof.analysis.oom.layers import Layer
-from opacus_memprof.analysis.oom.model_structure import repeated_units
+from opacus_memprof.analysis.oom.layers import Layer, repeated_units
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.profiles.oom_report import Action
