@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel models that flash_clip supports, communication between their ranks, and their Poisson sampling."""
+"""Data-parallel models that flash_clip supports, and communication between their ranks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -226,80 +223,3 @@ class KeptRefusal:
         error, self.error = self.error, None
         if error is not None:
             raise error
-
-
-class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
-    """Opacus' sampler for one of several ranks, which also yields empty batches.
-
-    Opacus skips empty batches. Such a rank takes fewer steps than the others, which then wait forever.
-    """
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        indices = torch.arange(self.total_size)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
-            indices = torch.randperm(self.total_size, generator=generator)
-        indices = indices[self.rank :: self.num_replicas]
-        for _ in range(self.num_batches):
-            yield indices[torch.rand(self.num_samples, generator=self.generator) < self.sample_rate]
-
-
-def sample_every_step(sampler: object) -> None:
-    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler. Ignores other samplers.
-
-    The conversion is in place, because a DataLoader's sampler cannot be replaced.
-    """
-    if type(sampler) is DistributedUniformWithReplacementSampler:
-        sampler.__class__ = EveryStepSampler
-
-
-_ENOUGH_STEPS = 8
-
-
-class Draws:
-    """The sizes of the batches that a loader has drawn, as far as no step has used them.
-
-    Attributes:
-        steps: the number of steps that have used some.
-        unlike: the number of steps that had another number of samples.
-    """
-
-    def __init__(self) -> None:
-        self.steps = self.unlike = 0
-        self._sizes: deque[int] = deque(maxlen=64)
-
-    def use(self, samples: int) -> None:
-        """Notes that a step had so many samples. Ignored if nothing was drawn for it.
-
-        Workers draw ahead of the step, and a step may use several batches, one after the other.
-        """
-        sizes = list(self._sizes)
-        if not sizes:
-            return
-        self.steps += 1
-        for first in range(len(sizes)):
-            for end, total in enumerate(accumulate(sizes[first:]), first + 1):
-                if total == samples:
-                    self._sizes = deque(sizes[end:], maxlen=64)
-                    return
-        self.unlike += 1
-        self._sizes.popleft()
-
-    def are_unlike(self) -> bool:
-        """Returns whether most steps had another number of samples, after enough steps to say so."""
-        return self.steps >= _ENOUGH_STEPS and 2 * self.unlike > self.steps
-
-    @classmethod
-    def of(cls, loader: Any) -> Draws:
-        """Returns the draws of a loader, which are counted from now on."""
-        found, sampler = cls(), loader.batch_sampler
-        plain = type(sampler)
-
-        def drawn(self: Any) -> Iterator[Any]:
-            for indices in plain.__iter__(self):
-                found._sizes.append(len(indices))
-                yield indices
-
-        # In place, as in `sample_every_step`.
-        sampler.__class__ = type(plain.__name__, (plain,), {"__iter__": drawn, "__module__": plain.__module__})
-        return found

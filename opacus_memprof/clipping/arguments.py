@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from opacus.accountants.utils import get_noise_multiplier
+from torch.optim import Optimizer
 
 from opacus_memprof.errors import MemprofError
 
@@ -159,6 +160,19 @@ def check_passes(passes: Passes, name: str) -> None:
     """Raises MemprofError unless `passes` is "auto", 1 or 2. The message calls the argument `name`."""
     if passes not in get_args(Passes):
         raise MemprofError(f"{name} is {passes!r}; it must be 'auto', 1 or 2.")
+
+
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Raises MemprofError if the optimizer needs several gradients within a step, or sparse ones."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise MemprofError(
+            f"{name} computes gradients several times within a step, by a closure, and each of them would need noise "
+            "of its own: use an optimizer whose step() works without a closure, such as SGD or Adam."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MemprofError("SparseAdam needs sparse gradients, and noise makes them dense: use Adam.")
 
 
 def is_bound(value: Any) -> bool:

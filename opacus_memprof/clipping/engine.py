@@ -13,13 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping.agreement import (
-    Draws,
-    inner_model,
-    is_replicated,
-    prepare_replicated,
-    sample_every_step,
-)
+from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
     Check,
@@ -40,6 +34,7 @@ from opacus_memprof.clipping.module.hooks import FlashClipHooks, GradSampleModul
 from opacus_memprof.clipping.optimizers import optimizer_class
 from opacus_memprof.clipping.proof.certificate import Certificate, EngineRecord
 from opacus_memprof.clipping.proof.opacus_modes import check_steps, refuse_check
+from opacus_memprof.clipping.sampling import DrawnBatches, sample_every_step
 from opacus_memprof.errors import MemprofError
 
 MODE = "flash_clip"
@@ -285,7 +280,7 @@ class FlashClipEngineMixin:
             self._record.models.append(self._flash_clip_module.certificate)
             optimizer, loader = prepared[1], prepared[-1]
             if isinstance(loader, DPDataLoader):
-                optimizer.draws = Draws.of(loader)
+                optimizer.drawn = DrawnBatches.of(loader)
             return prepared
         except BaseException:
             if self._flash_clip_module is not None:

@@ -18,7 +18,7 @@ FAULTS = [
     ),
     Fault(
         "optimizers_with_closures",
-        "optimizers/optimizer.py",
+        "arguments.py",
         "if closure is not None and closure.default is closure.empty:",
         "if False:",
         "An optimizer that needs a closure fails in its first step.",

@@ -74,14 +74,14 @@ FAULTS = [
     Fault(
         "left_parts_are_not_refused",
         "optimizers/optimizer.py",
-        "        self._leave_parts()\n",
-        "",
+        "left_part = self._parts.begin_step(self._module.layer_hooks.forward)\n",
+        "left_part = None\n",
         "A sum has parts of two logical batches where a loop has gone past a part without its step.",
         integration(f"{_NET}::a_part_whose_error_the_loop_swallows_is_no_part_of_another_batch"),
     ),
     Fault(
         "parts_read_ahead_are_left",
-        "optimizers/optimizer.py",
+        "sampling.py",
         "sum(each < forward for each in self._left_forwards)",
         "sum(each <= forward for each in self._left_forwards)",
         "Parts that a loop reads ahead are refused.",

@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "poisson_leaves_out_empty_batches",
-        "agreement.py",
+        "sampling.py",
         "        sampler.__class__ = EveryStepSampler",
         "        pass",
         "A rank without samples leaves out a step that the others take.",

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from tensors that backward kept."""
 
-import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
-from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.agreement import Draws
+from opacus_memprof.clipping.arguments import refuse_closures
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, find_unexpected_size
 from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
 
@@ -33,12 +31,6 @@ _REPEATED_NOISE = (
     "the training loop, or give make_private a noise_generator."
 )
 
-_LEFT_PART = (
-    "the training loop has gone on to another part of a batch without optimizer.step() for the part before, so that "
-    "the parts that BatchMemoryManager has announced are not those of the steps any more: call step() for each part; "
-    "after an exception, begin the loop over BatchMemoryManager's batches anew."
-)
-
 
 def _refuse_other_reduction(loss_reduction: str, module: FlashClipHooks) -> None:
     """Raises MemprofError unless the module, which computes norms, has the same reduction."""
@@ -47,19 +39,6 @@ def _refuse_other_reduction(loss_reduction: str, module: FlashClipHooks) -> None
             f"the optimizer has loss_reduction={loss_reduction!r} and its module {module.loss_reduction!r}: pass "
             "the same to both."
         )
-
-
-def _refuse_closures(optimizer: Optimizer) -> None:
-    """Raises MemprofError if the optimizer needs several gradients within a step, or sparse ones."""
-    name = type(optimizer).__name__
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise MemprofError(
-            f"{name} computes gradients several times within a step, by a closure, and each of them would need noise "
-            "of its own: use an optimizer whose step() works without a closure, such as SGD or Adam."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise MemprofError("SparseAdam needs sparse gradients, and noise makes them dense: use Adam.")
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
@@ -95,14 +74,14 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_alone = True  # whether a sum is complete when it is formed
     _params_of_step: list[Any] | None = None  # while a step is prepared
-    draws: Draws | None = None
-    """The batches that the loader draws; None if they cannot be counted."""
+    drawn: DrawnBatches | None = None
+    """The batches that the loader has drawn; None if it is not known."""
 
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
     ) -> None:
         _refuse_other_reduction(kwargs.get("loss_reduction", "mean"), module)
-        _refuse_closures(optimizer)
+        refuse_closures(optimizer)
         self.bookkeeping = module.bookkeeping
         rule = module.bookkeeping.rule
         super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
@@ -113,9 +92,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._largest_sum: float | None = None
         self._has_warned = False
         self._noised_from: dict[tuple[torch.Generator, int], None] = {}  # states of generators in earlier steps
-        self._announcer: FrameType | None = None  # the iteration of BatchMemoryManager that announces parts
-        self._stepped_forward = 0  # the number of the last forward for which no step is awaited
-        self._left_forwards: dict[int, None] = {}  # those after it, before a further part was announced
+        self._parts = AnnouncedParts(self._step_skip_queue)
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
         )
@@ -379,7 +356,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         refuse_capture()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
-        self._leave_parts()
+        left_part = self._parts.begin_step(self._module.layer_hooks.forward)
+        self.bookkeeping.refusal.error = self.bookkeeping.refusal.error or left_part
         skips = self._check_skip_next_step()
         _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
         generators = self._generator_states()
@@ -419,13 +397,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         clipped sums and announced steps are dropped. Otherwise they would enter a step of the next logical batch, which
         may have the same samples.
         """
-        caller = sys._getframe(1)
-        if caller.f_code is BatchSplittingSampler.__iter__.__code__ and caller is not self._announcer:
-            self._announcer = caller
+        if self._parts.begin_iteration(sys._getframe(1)):
             self._give_up_unfinished()
-        forward = self._module.layer_hooks.forward
-        if self._step_skip_queue and forward > self._stepped_forward:
-            self._left_forwards[forward] = None
+        self._parts.announce(self._module.layer_hooks.forward)
         super().signal_skip_step(do_skip)
 
     def _give_up_unfinished(self) -> None:
@@ -438,33 +412,17 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 "batch is left out.",
                 stacklevel=4,
             )
-        self._step_skip_queue.clear()
-        self._settle_forwards()
+        self._parts.give_up(self._module.layer_hooks.forward)
         self._is_last_step_skipped = False
         self.bookkeeping.refusal.raised = 0
         self.bookkeeping.clear()
         self._forget_sums()
 
-    def _settle_forwards(self) -> None:
-        """Notes that no step is awaited for the forwards so far."""
-        self._stepped_forward = self._module.layer_hooks.forward
-        self._left_forwards.clear()
-
-    def _leave_parts(self) -> None:
-        """Refuses this step if an earlier part of BatchMemoryManager had a forward but no step, and drops its flag."""
-        forward = self._module.layer_hooks.forward
-        left = sum(each < forward for each in self._left_forwards)
-        self._settle_forwards()
-        if left:
-            del self._step_skip_queue[:left]
-            self.bookkeeping.refusal.error = self.bookkeeping.refusal.error or MemprofError(_LEFT_PART)
-
     def _give_up_refused(self) -> None:
         """Gives up the logical batch of forwards that were refused and did not come to a step."""
         refused, self.bookkeeping.refusal.raised = self.bookkeeping.refusal.raised, 0
         if refused:
-            del self._step_skip_queue[:refused]  # BatchMemoryManager has announced a step for each physical batch
-            self._settle_forwards()
+            self._parts.give_up(self._module.layer_hooks.forward, refused)  # each was announced as a part
             self._is_last_step_skipped = False
             self._forget_sums()
 
@@ -515,25 +473,16 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def _check_number_of_samples(self) -> None:
         """Warns once if steps have far more samples than the loader draws, or mostly another number than it has drawn.
 
-        More is allowed where Poisson sampling explains it. Called before anything changes, because a program may turn
-        warnings into errors.
+        Called before anything changes, because a program may turn warnings into errors.
         """
         own = [each.batch_size for each in self.bookkeeping.backward_passes()]
         samples = self.bookkeeping.limit.samples + sum(own)
         expected = (self.expected_batch_size or 0) * max(1, len(own))
-        if self.draws is not None:
-            self.draws.use(samples)
+        if self.drawn is not None:
+            self.drawn.use(samples)
         if self._has_warned:
             return
-        what = ""
-        if expected and samples > expected + 10 * math.sqrt(expected) + 10:
-            what = f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
-        elif self.draws is not None and self.draws.are_unlike():
-            what = (
-                f"{self.draws.unlike} of {self.draws.steps} steps have clipped another number of samples than the "
-                f"loader had drawn, the last {samples}"
-            )
-        if what:
+        if what := find_unexpected_size(samples, expected, self.drawn):
             warnings.warn(
                 f"{what}: the accountant's epsilon does not hold for it. Train on each batch of the loader that "
                 "make_private returns, as it is. If the first dimension of the model's inputs is not the batch, make "

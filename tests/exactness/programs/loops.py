@@ -112,9 +112,9 @@ def _train(seed: int, physical: int | None, reduction: str, **options: Any) -> V
             loop(batches)
     if steps == 0:
         return Verdict("wrong", math.inf, "no step was made")
-    if optimizer.draws is not None and (optimizer.draws.unlike or optimizer.draws.steps != steps):
+    if optimizer.drawn is not None and (optimizer.drawn.mismatches or optimizer.drawn.steps != steps):
         return Verdict(
-            "wrong", math.inf, f"{optimizer.draws.unlike} of {optimizer.draws.steps} steps are not the loader's"
+            "wrong", math.inf, f"{optimizer.drawn.mismatches} of {optimizer.drawn.steps} steps are not the loader's"
         )
     return worst
 

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples a step has: how a loader draws them, and the parts in which BatchMemoryManager gives them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from itertools import accumulate
+from types import FrameType
+from typing import Any
+
+import torch
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+
+from opacus_memprof.errors import MemprofError
+
+_ENOUGH_STEPS = 8
+
+_LEFT_PART = (
+    "the training loop has gone on to another part of a batch without optimizer.step() for the part before, so that "
+    "the parts that BatchMemoryManager has announced are not those of the steps any more: call step() for each part; "
+    "after an exception, begin the loop over BatchMemoryManager's batches anew."
+)
+
+
+class EveryStepSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus' sampler for one of several ranks, which also yields empty batches.
+
+    Opacus skips empty batches. Such a rank takes fewer steps than the others, which then wait forever.
+    """
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        indices = torch.arange(self.total_size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
+            indices = torch.randperm(self.total_size, generator=generator)
+        indices = indices[self.rank :: self.num_replicas]
+        for _ in range(self.num_batches):
+            yield indices[torch.rand(self.num_samples, generator=self.generator) < self.sample_rate]
+
+
+def sample_every_step(sampler: object) -> None:
+    """Converts Opacus' sampler for one of several ranks to an EveryStepSampler. Ignores other samplers.
+
+    The conversion is in place, because a DataLoader's sampler cannot be replaced.
+    """
+    if type(sampler) is DistributedUniformWithReplacementSampler:
+        sampler.__class__ = EveryStepSampler
+
+
+class DrawnBatches:
+    """The sizes of the batches that a loader has drawn, as far as no step has used them.
+
+    Attributes:
+        steps: the number of steps that have used some.
+        mismatches: the number of these steps whose number of samples was another.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.mismatches = 0
+        self._sizes: deque[int] = deque(maxlen=64)
+
+    def use(self, samples: int) -> None:
+        """Notes that a step had so many samples. Ignored if nothing was drawn for it.
+
+        Workers draw ahead of the step, and a step may use several batches, one after the other.
+        """
+        sizes = list(self._sizes)
+        if not sizes:
+            return
+        self.steps += 1
+        for first in range(len(sizes)):
+            for end, total in enumerate(accumulate(sizes[first:]), first + 1):
+                if total == samples:
+                    self._sizes = deque(sizes[end:], maxlen=64)
+                    return
+        self.mismatches += 1
+        self._sizes.popleft()
+
+    def mostly_mismatch(self) -> bool:
+        """Returns whether most steps had another number of samples, after enough steps to say so."""
+        return self.steps >= _ENOUGH_STEPS and 2 * self.mismatches > self.steps
+
+    @classmethod
+    def of(cls, loader: Any) -> DrawnBatches:
+        """Returns the batches of a loader, whose sizes are noted from now on."""
+        found, sampler = cls(), loader.batch_sampler
+        plain = type(sampler)
+
+        def iterate(self: Any) -> Iterator[Any]:
+            for indices in plain.__iter__(self):
+                found._sizes.append(len(indices))
+                yield indices
+
+        # In place, as in `sample_every_step`.
+        sampler.__class__ = type(plain.__name__, (plain,), {"__iter__": iterate, "__module__": plain.__module__})
+        return found
+
+
+def find_unexpected_size(samples: int, expected: float, drawn: DrawnBatches | None) -> str:
+    """Returns what is wrong with the number of samples of steps, or "".
+
+    More samples than expected are allowed where Poisson sampling explains them.
+
+    Args:
+        samples: the number of samples of this step.
+        expected: their expected number; 0 if it is unknown.
+        drawn: the batches that the loader has drawn, if their sizes are noted.
+    """
+    if expected and samples > expected + 10 * math.sqrt(expected) + 10:
+        return f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
+    if drawn is not None and drawn.mostly_mismatch():
+        return (
+            f"{drawn.mismatches} of {drawn.steps} steps have clipped another number of samples than the loader had "
+            f"drawn, the last {samples}"
+        )
+    return ""
+
+
+class AnnouncedParts:
+    """The parts of logical batches that BatchMemoryManager has announced and that have not come to a step.
+
+    A part is announced before its forward. If a loop leaves out the step of a part, the parts that are announced are
+    not those of the steps any more, and a step would have parts of two logical batches.
+
+    Args:
+        skips: the optimizer's queue: whether the step is skipped, for each of these parts.
+    """
+
+    def __init__(self, skips: list[bool]) -> None:
+        self._skips = skips
+        self._iteration: FrameType | None = None  # of BatchMemoryManager's loader
+        self._settled_forward = 0  # the number of the last forward for which no step is awaited
+        self._left_forwards: dict[int, None] = {}  # later ones, after which another part was announced
+
+    def begin_iteration(self, caller: FrameType) -> bool:
+        """Returns whether the caller, which announces a part, is a new iteration of BatchMemoryManager's loader."""
+        if caller.f_code is not BatchSplittingSampler.__iter__.__code__ or caller is self._iteration:
+            return False
+        self._iteration = caller
+        return True
+
+    def announce(self, forward: int) -> None:
+        """Notes that a part is about to be announced.
+
+        Args:
+            forward: the number of the last forward.
+        """
+        if self._skips and forward > self._settled_forward:
+            self._left_forwards[forward] = None
+
+    def give_up(self, forward: int, count: int | None = None) -> None:
+        """Drops the first `count` announced parts, or all. No step is awaited for the forwards so far."""
+        del self._skips[:count]
+        self._settled_forward = forward
+        self._left_forwards.clear()
+
+    def begin_step(self, forward: int) -> MemprofError | None:
+        """Begins the step of the last forward, and drops earlier parts that had a forward but no step.
+
+        Returns:
+            The refusal of this step if there were such parts.
+        """
+        left = sum(each < forward for each in self._left_forwards)
+        self.give_up(forward, left)
+        return MemprofError(_LEFT_PART) if left else None
