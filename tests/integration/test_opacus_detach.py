@@ -16,7 +16,7 @@ from opacus.optimizers import optimizer as optimizers
 from torch import nn
 
 from opacus_memprof import hooks
-from opacus_memprof.recording import faults, native
+from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from tests.integration.opacus_training import MODES, Training, attached, categories, cpu, prepare  # noqa: F401
 
@@ -168,6 +168,7 @@ def test_engine_class_attaches_what_it_returns(cpu: None) -> None:  # noqa: F811
     attachment = hooks.attach_privacy_engine_class()
     try:
         hooked = prepare("hooks")
+        assert observations.layer_shapes().engine_call == "make_private"
         # make_private_with_epsilon calls make_private: four objects under ghost clipping.
         model = nn.Linear(3, 2)
         prepared = opacus.PrivacyEngine(accountant="rdp").make_private_with_epsilon(
@@ -186,6 +187,7 @@ def test_engine_class_attaches_what_it_returns(cpu: None) -> None:  # noqa: F811
             "DPLossFastGradientClipping",
             "DPDataLoader",
         ]
+        assert observations.layer_shapes().engine_call == "make_private_with_epsilon"
         assert categories()["model_parameters"] >= 4 * sum(p.numel() for p in hooked.model.parameters())
         before = native.step()
         hooked.run()

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import opacus
 import pytest
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from opacus_memprof.profiles.categories import REPORTED
-from opacus_memprof.recording import native
+from opacus_memprof.recording import allocators, faults, native, observations
+from opacus_memprof.session.result import Result
 
 MIB = 2**20
 BATCH = 8
@@ -225,6 +227,8 @@ def test_without_a_profile_there_is_no_peak(tmp_path: Path) -> None:
     session.discard()
     with pytest.raises(opacus_memprof.MemprofError, match="not started, or has left no profile"):
         session.peak()
+    with opacus_memprof.profile(tmp_path / "out", device="cpu"):
+        pass  # the directory is free again
 
 
 def test_tags(tmp_path: Path) -> None:
@@ -282,6 +286,11 @@ def test_a_later_session_starts_anew(tmp_path: Path) -> None:
             large = block(8)
             del large
             session.snapshot("mine")
+            with pytest.warns(RuntimeWarning, match="trouble"):
+                faults.record("trouble of this session")
+            observations.record("ghost_accumulated", 0, 2)
+        assert [finding.kind for finding in session.result.findings] == ["discarded_backward_passes"]
+        assert session.result.warnings == ["trouble of this session"]
     assert [entry["name"] for entry in snapshots_of(tmp_path / "out")] == ["mine", "end"]
     with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
         small = block(1)
@@ -289,24 +298,26 @@ def test_a_later_session_starts_anew(tmp_path: Path) -> None:
         del small
     profile = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert profile["devices"]["cpu"]["peak"]["requested_bytes"] == MIB
+    assert profile["findings"] == profile["warnings"] == []
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"),
+    ("error", "status", "code", "line"),
     [
-        (ValueError("bad"), "failed", 1),
-        (SystemExit(3), "failed", 3),
-        (SystemExit("text"), "failed", 1),
-        (SystemExit(), "finished", 0),
-        (KeyboardInterrupt(), "killed", 130),
-        (torch.OutOfMemoryError("CUDA out of memory."), "out_of_memory", 1),
+        (ValueError("bad\nvery bad"), "failed", 1, "ValueError: bad"),
+        (SystemExit(3), "failed", 3, None),
+        (SystemExit(259), "failed", 3, None),  # a shell sees a byte
+        (SystemExit("text"), "failed", 1, "SystemExit: text"),
+        (SystemExit(), "finished", 0, None),
+        (KeyboardInterrupt(), "killed", 130, "KeyboardInterrupt"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out_of_memory", 1, "OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_how_a_block_ends(tmp_path: Path, error: BaseException, status: str, code: int) -> None:
+def test_how_a_block_ends(tmp_path: Path, error: BaseException, status: str, code: int, line: str | None) -> None:
     with pytest.raises(type(error)), opacus_memprof.profile(tmp_path / "out", device="cpu"):
         raise error
     profile = json.loads((tmp_path / "out" / "profile.json").read_text())
-    assert (profile["status"], profile["exit_code"]) == (status, code)
+    assert (profile["status"], profile["exit_code"], profile["error"]) == (status, code, line)
 
 
 def test_memory_that_ran_out_anywhere_in_the_chain(tmp_path: Path) -> None:
@@ -339,9 +350,12 @@ def test_a_profile_that_cannot_be_written_does_not_cost_the_training(tmp_path: P
 def test_a_child_that_leaves_the_block_leaves_the_profile(tmp_path: Path) -> None:
     with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
         if os.fork() == 0:
+            with contextlib.suppress(opacus_memprof.MemprofError):
+                session.snapshot("of the child")
+                os._exit(1)
             session.__exit__(None, None, None)
-            os._exit(0)
-        os.wait()
+            os._exit(opacus_memprof.session.current() is not None)
+        assert os.wait()[1] == 0
         assert not (tmp_path / "out" / "profile.json").exists()
         kept = block(1)
         assert session.breakdown() == {"cpu": {"unattributed": MIB}}
@@ -356,6 +370,32 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     for max_events in (0, 2**59, 2**64):
         with pytest.raises(opacus_memprof.MemprofError, match=f"max_events must be .*, not {max_events}"):
             opacus_memprof.profile(tmp_path / "out", device="cpu", max_events=max_events).start()
+    with pytest.raises(opacus_memprof.MemprofError, match="stream_interval"):
+        opacus_memprof.profile(tmp_path / "out", device="cpu", stream=[], stream_interval=0).start()
     assert not native.cpu_installed()
     assert opacus_memprof.session.current() is None
     assert not (tmp_path / "out").exists()
+
+
+def test_a_start_that_is_refused_leaves_an_earlier_profile(tmp_path: Path) -> None:
+    with opacus_memprof.profile(tmp_path / "out", device="cpu"):
+        pass
+    refused = opacus_memprof.profile(tmp_path / "out", device="cpu")
+    with (
+        patch.object(allocators, "install", side_effect=opacus_memprof.MemprofError("another allocator")),
+        pytest.raises(opacus_memprof.MemprofError, match="another allocator"),
+    ):
+        refused.start()
+    assert (tmp_path / "out" / "profile.json").exists()
+    with opacus_memprof.profile(tmp_path / "out", device="cpu"):
+        pass  # the directory is free again
+
+
+@pytest.mark.parametrize(
+    ("error", "dropped", "is_told"), [("no space", 3, True), ("", 3, False), ("no space", 0, False)]
+)
+def test_events_that_a_full_disk_has_cost_are_told(error: str, dropped: int, is_told: bool, tmp_path: Path) -> None:
+    result = Result(tmp_path, [])
+    with patch.object(native, "events_status", return_value={"error": error, "dropped": dropped}):
+        result.read_figures()
+    assert result.warnings == ["the event files could not grow (no space): events are missing"] * is_told

@@ -3,8 +3,11 @@
 
 import json
 import re
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -179,6 +182,46 @@ def test_isolated_and_on_workers(pytester: pytest.Pytester, monkeypatch: pytest.
     profiles = [path.parent.name for path in (pytester.path / "out").glob("*/profile.json")]
     assert all(re.fullmatch(r"test_it\.py_test_\w+-[0-9a-f]{8}", name) for name in profiles), profiles
     assert len(profiles) == 4  # of all but the killed and the skipped
+
+
+@pytest.mark.parametrize(("code", "ending"), [(3, "ended with exit code 3"), (-9, "was killed by signal 9")])
+def test_what_an_isolated_test_gets_of_its_run(code: int, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory options, but none that are for the whole run."""
+    options = {
+        "override_ini": ["a=b"],
+        "importmode": "importlib",
+        "plugins": ["no:x", "y"],
+        "pythonwarnings": ["error"],
+    }
+    options |= {
+        "--memprof-report": "out",
+        "--memprof-compare": "main",
+        "--memprof-virtual-gpu": "t4",
+        "--memprof": True,
+    }
+    item = MagicMock(nodeid="test_it.py::test_it", location=("test_it.py", 1, "test_it"))
+    item.get_closest_marker.return_value = None
+    item.config.configure_mock(rootpath="/root", inipath="/root/pytest.ini", getoption=options.get)
+    calls: list[Any] = []
+
+    def start(command: list[str], **how: Any) -> Any:
+        calls.append((command, how["env"]))
+        return MagicMock(returncode=code, stdout="last words")
+
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-n2")
+    monkeypatch.setattr(subprocess, "run", start)
+    isolation.run(item)
+    ((command, environment),) = calls
+    assert command[3] == "/root/test_it.py::test_it"
+    assert command[4:] == [
+        *("--rootdir=/root", "-c", "/root/pytest.ini", "-o", "a=b", "-o", "addopts=", "--import-mode=importlib"),
+        *("-p", "y", "-W", "error", "--memprof-report", "out", "--memprof-compare", "main"),
+        *("--memprof-virtual-gpu", "t4", "--memprof", "-p", isolation.__name__),
+    ]
+    assert "PYTEST_ADDOPTS" not in environment
+    (report,) = (call.kwargs["report"] for call in item.ihook.pytest_runtest_logreport.call_args_list)
+    assert report.longrepr == f"the process of this isolated test {ending} before the test was over\nlast words"
+    assert report.failed
 
 
 def test_every_profiled_test_isolated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

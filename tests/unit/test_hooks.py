@@ -10,12 +10,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
 from opacus_memprof import hooks
+from opacus_memprof.hooks import diagnosis
 from opacus_memprof.hooks.modules import assign_name_prefix, named_modules
 from opacus_memprof.hooks.observers import on_add_noise
+from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
@@ -244,6 +247,57 @@ def test_states_that_an_optimizer_computes_anew_are_its_states() -> None:
     finally:
         attachment.detach()
         native.cpu_uninstall()
+
+
+def test_states_that_a_program_loads_are_the_optimizer_s() -> None:
+    parameter = nn.Parameter(torch.zeros(1000))
+    native.cpu_install()
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    attachment = hooks.attach_optimizer(optimizer)
+    try:
+        loaded = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": torch.zeros(1000).clone()}}}
+        optimizer.load_state_dict(loaded)
+        address = optimizer.state[parameter]["momentum_buffer"].data_ptr()
+        (found,) = (block["category"] for block in native.live_blocks() if block["address"] == address)
+        assert found == "optimizer_states"
+    finally:
+        attachment.detach()
+        native.cpu_uninstall()
+
+
+def test_the_names_of_the_program_are_those_where_it_trains() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(12, 3), torch.zeros(12, 2))
+    engine, model = PrivacyEngine(), nn.Sequential(nn.Linear(3, 2))
+    prepared = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    shapes = TrainingShapes()
+    attachment = hooks.attach_private(prepared)
+
+    def train() -> None:
+        net, dp_sgd, batches = prepared
+        teacher, loss, plain = nn.Linear(3, 2), nn.MSELoss(), torch.optim.SGD(nn.Linear(3, 2).parameters())
+        diagnosis.observe_program(shapes)
+        del net, dp_sgd, batches, teacher, loss, plain
+
+    def train_in_parts_and_print_epsilon() -> None:
+        _, sgd, _ = prepared
+        sgd.signal_skip_step()
+        diagnosis.observe_program(shapes)
+        sgd._step_skip_queue.clear()
+        print(engine.get_epsilon)
+
+    train()
+    assert shapes.program == Program("net", "dp_sgd", "batches", expected_samples=4)
+    train_in_parts_and_print_epsilon()
+    attachment.detach()
+    parts = Program(optimizer="sgd", computes_epsilon=True, expected_samples=4, splits_batches=True)
+    assert shapes.program == parts
 
 
 def test_gradients_that_noise_replaces_are_noted_once_and_not_where_they_are_the_sum() -> None:

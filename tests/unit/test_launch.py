@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What launchers say in the environment."""
 
+import os
+import signal
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.launch import Launch
+from opacus_memprof.running.program import fork_for_each
+from opacus_memprof.running.started_ranks import variables
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "29500"}
 SLURM = {
@@ -76,3 +82,40 @@ def test_ghost_tp_is_refused_with_the_reason() -> None:
 
     with pytest.raises(MemprofError, match="no optimizer for it"):
         PrivacyEngine().make_private(grad_sample_mode="ghost_tp")
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ({}, {}),
+        ({"rank": -1, "world_size": None, "init_method": "env://"}, {}),
+        ({"rank": 0, "world_size": 4}, {"RANK": "0", "WORLD_SIZE": "4"}),
+        ({"init_method": "tcp://host:1?rank=1&world_size=3"}, {"RANK": "1", "WORLD_SIZE": "3"}),
+        ({"init_method": "file:///f?rank=1&world_size=3", "rank": 2}, {"RANK": "2", "WORLD_SIZE": "3"}),
+    ],
+)
+def test_what_init_process_group_is_given(given: dict[str, Any], known: dict[str, str]) -> None:
+    assert variables(given) == known
+
+
+def end_as_planned(ends: dict[int, int]) -> None:
+    """Forks a process for each rank, which a signal ends if its number is negative."""
+    parent = os.getpid()
+    rank = fork_for_each([*ends])
+    assert os.getpid() != parent
+    if ends[rank] < 0:
+        os.kill(os.getpid(), -ends[rank])
+    os._exit(ends[rank])
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [({0: 0, 3: 0}, 0), ({0: 0, 3: 5, 4: 7}, 5), ({0: -signal.SIGKILL, 1: 0}, 137)],
+)
+def test_the_first_rank_that_fails_decides_the_exit_code(ends: dict[int, int], code: int) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(SystemExit) as ended:
+        end_as_planned(ends)
+    assert ended.value.code == code
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert fork_for_each([7]) == 7  # which needs no process of its own

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from opacus_memprof.analysis.oom import build_report
+from opacus_memprof.analysis.oom import advice, build_report
+from opacus_memprof.analysis.oom.advice import advise
+from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, MODE, Suggestion
+from opacus_memprof.analysis.oom.failure import BlockGroup, Failure, find_evaluation, find_leftovers
 from opacus_memprof.analysis.verdict_view import failure_verdict
-from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, TrainingShapes
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, Program, TrainingShapes
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.reports.oom import exception_note, print_oom
 
@@ -93,6 +98,66 @@ def test_the_physical_batch_that_fits() -> None:
     assert chosen["actions"] == [{"kind": "max_physical_batch_size", "value": best}]
     assert f"at most {best} samples instead of {n}" in chosen["title"]  # which may be a part of the logical batch
     assert chosen["saved_bytes"] == report["needed"]["bytes"] - chosen["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("program", "times", "title", "code"),
+    [
+        (Program(), 1, " instead of 512, and the same logical batch", "as loader:"),
+        (Program(expected_samples=256), 2, " instead of 256: the model gets 2 for each sample of the loader", ""),
+        (Program(expected_samples=500), 1, ": the loader asks for 500, and this Poisson batch drew 512", ""),
+        (Program(expected_samples=8), 1, ": the loader asks for 8, and this Poisson batch drew 512", ""),
+        (Program(expected_samples=512), 1, " instead of 512, and the same logical batch", ""),
+        (Program(splits_batches=True), 1, "", "# where the program has it already"),
+        (
+            Program(loader="data", optimizer="sgd"),
+            1,
+            "",
+            "data_loader=data, max_physical_batch_size={n}, optimizer=sgd",
+        ),
+        (Program(computes_epsilon=True), 1, "", "# and get_epsilon after the loop"),
+    ],
+)
+def test_the_physical_batch_is_told_in_what_the_program_has(
+    program: Program, times: int, title: str, code: str
+) -> None:
+    kept = [holding("model_parameters", 16 * M), holding("gradients", 16 * M), holding("per_sample_gradients", 8 * G)]
+    shapes = linear(512)
+    shapes.program = program
+    report = build_report([failure(8 * G, kept, device_free=0, reserved=12 * G)], shapes)
+    (advised,) = (each for each in report.suggestions if each.actions[0].kind == "max_physical_batch_size")
+    n = report.batch.largest_that_fits // times
+    assert advised.actions[0].value == n
+    assert advised.title.startswith(f"a physical batch of at most {n} samples{title}")
+    assert f"max_physical_batch_size={n}" in advised.code
+    assert code.format(n=n) in advised.code
+
+
+@pytest.mark.parametrize(
+    ("suggestions", "order"),
+    [
+        ([("a", MODE, True, False, 1), ("b", BATCH, True, False, 1)], "ba"),  # the smallest change
+        ([("a", BATCH, True, False, 1), ("b", BATCH, True, False, 2)], "ba"),  # the largest saving
+        ([("a", BATCH, True, True, 1), ("b", MODE, True, False, 1)], "ba"),  # tight ones follow
+        ([("a", MODE, True, False, 1), ("b", DEFECT, True, True, 1)], "ba"),  # but for defects
+        ([("a", BATCH, False, False, 1), ("b", MODE, True, True, 1)], "ba"),  # what does not fit comes last
+        ([("a", BATCH, False, False, 1), ("b", MODE, False, False, 2)], "ba"),  # and whatever it changes
+        ([("a", MODE, None, False, 1), ("b", BATCH, None, False, 1)], "ba"),  # nobody knows what fits
+        ([("a", BATCH, True, False, 0), ("b", MODE, True, False, 1)], "b"),  # it saves nothing
+    ],
+)
+def test_the_order_of_suggestions(suggestions: list[Any], order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [
+        Suggestion((), title, "", "", peak=1, saved=saved, fits=fits, change=change, is_tight=is_tight)
+        for title, change, fits, is_tight, saved in suggestions
+    ]
+    monkeypatch.setattr(advice, "ADVISERS", (lambda case: made,))
+    monkeypatch.setattr(advice.training, "combine", lambda case: [])
+    case: Any = SimpleNamespace(shapes=TrainingShapes())
+    assert "".join(each.title for each in advise(case)) == order
+    case.shapes.accumulated = 2
+    monkeypatch.setattr(advice, "_ACCUMULATING_ADVISERS", ())
+    assert advise(case) == []
 
 
 def test_states_that_the_first_step_will_make_are_part_of_the_need() -> None:
@@ -208,6 +273,68 @@ def test_what_the_first_two_steps_have_left_behind(
     kept += [holding(category, size, step=step, phase="forward") for step in steps]
     failed = failure(2 * G, kept) | {"step": 3, "logical_step": 3}
     assert build_report([failed], TrainingShapes())["left_behind"]["bytes"] == leaks * len(steps) * size
+
+
+def group(
+    size: int, category: str, step: int = 5, blocks: int = 1, op: str = "", phase: str = "backward"
+) -> BlockGroup:
+    return BlockGroup(size, blocks, size // blocks, category, "fc", op, phase, step)
+
+
+def failed_in_step_5(*groups: BlockGroup, phase: str = "backward") -> Failure:
+    return Failure(0, "cuda:0", 1, "noise", "", "", phase, 5, 5, 0, groups, {})
+
+
+@pytest.mark.parametrize(
+    ("groups", "given", "left"),
+    [
+        ([group(400, "activation_hooks"), group(900, "noise")], {"captures": {"fc": 4, "head": 2}}, 300),
+        (
+            [group(400, "activation_hooks"), group(600, "activations", blocks=3), group(200, "activations", blocks=2)],
+            {"stray_samples": (3, 5)},
+            500,
+        ),
+        ([group(600, "activations", blocks=4), group(500, "activations", step=4, blocks=9)], {"waiting": 5}, 480),
+        ([group(600, "activations", blocks=3)], {"waiting": 5}, 0),  # fewer blocks than passes
+        ([group(600, "activations", blocks=4), group(601, "noise")], {"waiting": 5}, 0),  # most is another's
+        ([group(600, "activations", blocks=4)], {"waiting": 4}, 0),  # as of pairs
+        ([group(800, "unattributed", blocks=8)], {}, 700),
+        ([group(700, "unattributed", blocks=7)], {}, 0),
+        ([group(800, "unattributed", step=4, blocks=8)], {}, 0),
+        ([group(800, "noise", blocks=8)], {}, 0),
+        ([group(808, "unattributed", blocks=8)], {}, 0),  # of no weight's size
+        ([group(9, "noise", step=step) for step in (1, 2, 3, 4)], {}, 36),
+        ([group(9, "noise", step=step) for step in (2, 3, 4)], {}, 0),  # the last step's may still be used
+        ([group(9, "noise", step=step, phase="idle") for step in (0, 1, 2)], {}, 0),  # made before the training
+        ([group(9, "noise", step=step, phase="forward") for step in (0, 1, 2)], {}, 27),
+        ([group(9, "model_parameters", step=step) for step in (1, 2, 3)], {}, 0),
+    ],
+)
+def test_what_should_have_been_released(groups: list[BlockGroup], given: dict[str, Any], left: int) -> None:
+    arguments = {"captures": {}, "stray_samples": (), "samples": 8, "weights": {100}, **given}
+    found = find_leftovers(failed_in_step_5(*groups), **arguments)
+    assert found.bytes == sum(found.by_module.values()) == left
+    earlier = {} if given else {each.category: left for each in groups if each.step < 5 and left}
+    assert found.from_before(5) == earlier
+
+
+def test_forwards_whose_captures_decide_the_size_of_gradients() -> None:
+    shapes = TrainingShapes(unreleased=deque([8, 6, 4]), batches=deque([(0, 8), (3, 4)]))
+    assert shapes.stray_samples == (8, 6)
+    assert TrainingShapes(unreleased=deque([8, 6, 9])).stray_samples == ()  # the latest batch is the largest
+    assert TrainingShapes(unreleased=deque([8, 6, 4]), released=3).stray_samples == ()
+    assert TrainingShapes().stray_samples == ()
+    assert [shapes.batch_size_in(step) for step in (-1, 0, 2, 3, 9)] == [None, 8, 8, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("phase", "waiting", "evaluated", "found"),
+    [("forward", 1, 51, (4, True)), ("forward", 1, 50, None), ("backward", 1, 99, None), ("idle", None, 99, None)],
+)
+def test_an_evaluation_in_training_mode(phase: str, waiting: int | None, evaluated: int, found: Any) -> None:
+    shapes = TrainingShapes(waiting=waiting, batches=deque([(0, 4)]))
+    made = [group(evaluated, "activations", op="train.py:3 in evaluate"), group(100 - evaluated, "activations")]
+    assert find_evaluation(failed_in_step_5(*made, group(900, "noise"), phase=phase), shapes) == found
 
 
 def test_convolutions_as_an_h200_measured_them() -> None:
