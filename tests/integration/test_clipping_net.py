@@ -188,8 +188,9 @@ def test_the_sizes_of_adaptive_clipping_count_all_parts() -> None:
         if skips:
             optimizer.zero_grad()
     assert optimizer.sample_size == 5
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     assert optimizer.sample_size == 0
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in optimizer.params)
 
 
 @pytest.mark.parametrize("is_one_batch", [True, False])
@@ -206,6 +207,16 @@ def test_the_adaptive_bound_moves_once_for_all_parts(bound: float, unclipped: in
         if is_one_batch and is_first:
             optimizer.zero_grad()
     assert optimizer.max_grad_norm == pytest.approx(bound * math.exp(0.2 * (0.5 - unclipped)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("bound", "end"), [(BOUND, 1e6), (1e3, 0.125)])
+def test_the_adaptive_bound_stays_in_its_range(bound: float, end: float) -> None:
+    """Where no sample is unclipped, and where all are; the exponential of the change would overflow."""
+    options = {"clipbound_learning_rate": 1e4, "min_clipbound": 0.125, "max_clipbound": 1e6, "max_grad_norm": bound}
+    module, optimizer = private("adaptive", unclipped_num_std=1e-9, **options)
+    backward(module, 3)
+    optimizer.step()
+    assert optimizer.max_grad_norm == end
 
 
 def test_a_batch_without_samples_leaves_the_adaptive_bound() -> None:

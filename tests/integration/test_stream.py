@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import opacus_memprof
 from opacus_memprof.profiles.live_memory import LiveDevice, LiveMemory
-from opacus_memprof.profiles.profile import HookedActivations
+from opacus_memprof.profiles.profile import HookedActivations, ReservedPeak
 from opacus_memprof.recording import native
 from opacus_memprof.recording.live import read_live
 from opacus_memprof.recording.prometheus import PrometheusFile
@@ -102,8 +102,9 @@ def test_steps_and_phases_are_those_of_training(tmp_path: Path) -> None:
 
 def reading(step: int) -> LiveMemory:
     categories = {"noise": step, "inputs": 0}
-    device = LiveDevice(step, 999, "idle", categories, HookedActivations(0, 0))
-    return LiveMemory(unix_ns=0, pid=1, rank=None, step=step, logical_step=0, devices={"cpu": device})
+    reserved = ReservedPeak(bytes=4000, step=0, phase="idle")
+    device = LiveDevice(step, 999, "idle", categories, HookedActivations(0, 0), reserved)
+    return LiveMemory(unix_ns=0, pid=1, rank=None, step=step, logical_step=step // 2, devices={"cpu": device})
 
 
 def test_a_file_of_lines_stays_bounded_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,10 @@ def test_a_file_of_lines_stays_bounded_and_whole(tmp_path: Path, monkeypatch: py
     sink.open()
     monkeypatch.chdir("/")  # as a program may
     prometheus.write(reading(7))
-    assert metrics((tmp_path / "memory.prom").read_text())["opacus_memprof_steps",] == 7
+    published = metrics((tmp_path / "memory.prom").read_text())
+    assert (published["opacus_memprof_steps",], published["opacus_memprof_logical_steps",]) == (7, 3)
+    assert published["opacus_memprof_peak_bytes", "cpu"] == 999
+    assert published["opacus_memprof_reserved_peak_bytes", "cpu"] == 4000
     for number in range(200):
         sink.write(reading(number))
     sink.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 
@@ -19,7 +20,7 @@ from opacus_memprof.hooks import diagnosis
 from opacus_memprof.hooks.modules import assign_name_prefix, named_modules
 from opacus_memprof.hooks.observers import on_add_noise
 from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
-from opacus_memprof.recording import native, observations
+from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment, SharedPatch
 
 
@@ -88,6 +89,53 @@ class TestAttachment:
         attachment.replace_hook(table, 7, native.CaptureActivations(print, 0, print))
         attachment.detach()
         assert list(table.items()) == [(7, print), (8, repr)]
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_fault(interrupt: type[BaseException]) -> None:
+    undone: list[str] = []
+
+    def work(*arguments: object) -> None:
+        raise interrupt
+
+    def change(unit: Attachment) -> None:
+        unit.on_detach(lambda: undone.append("change"))
+        work()
+
+    def after_call() -> faults.CallHook:
+        yield
+        work()
+
+    def before_call() -> faults.CallHook:
+        work()
+        yield
+
+    def in_block() -> None:
+        with faults.contain("working"):
+            work()
+
+    faults.clear()
+    for action in (
+        in_block,
+        faults.contain("working")(work),
+        faults.observe(lambda: None, before_call),
+        faults.observe(lambda: None, after_call),
+        lambda: Attachment().apply("a change", change),
+    ):
+        with pytest.raises(interrupt):
+            action()
+    assert undone == ["change"]
+    assert faults.recorded() == []
+
+
+def test_a_hundred_faults_are_told_each_once() -> None:
+    faults.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in [*range(120), 5]:
+            faults.record(f"fault {number}")
+    assert faults.recorded() == [str(each.message) for each in told] == [f"fault {number}" for number in range(100)]
+    faults.clear()
 
 
 def test_shared_patches_last_until_the_last_user_leaves() -> None:
