@@ -175,7 +175,10 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""Returns # for a bar, like signs, and \u escapes for others. The first time it says so, and names the remedy."""
+    r"""Handles characters that an encoding lacks: bars become #, other signs similar ones, the rest \u escapes.
+
+    The first escape of a process prints how to avoid it.
+    """
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end]
     text = _BARS.sub("#", text).translate(_SIGNS)

@@ -418,7 +418,7 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[st
     parts: dict[tuple[int, str], dict[str, int]] = {}
     running: set[tuple[int, str]] = set()
     sizes: dict[tuple[int, str], int] = {}
-    trained: set[tuple[int, str]] = set()  # a copy, as of averaged parameters, has parameters alone
+    trained: set[tuple[int, str]] = set()  # a copy, as of averaged parameters, has only parameters
     for module, categories in modules.items():
         number, model, inside = model_of(module)
         if module:

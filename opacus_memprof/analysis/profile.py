@@ -156,7 +156,7 @@ def build_profile_from_counters(
         snapshots = _read_snapshots(path / SNAPSHOTS)
     except (MemprofError, OSError) as trouble:
         sentences.append(f"{META} or {SNAPSHOTS} cannot be read ({trouble})")
-    sentences.append(f"{EVENTS} cannot be read: the profile has the peaks of the live counters alone, without modules")
+    sentences.append(f"{EVENTS} cannot be read: the profile has only the peaks of the live counters, without modules")
     component_of = Components({}, {})
     return Profile(
         versions=meta.versions,
@@ -229,8 +229,8 @@ def _profile_of_failure(directory: Path) -> Profile:
         devices={},
         findings=[],
         warnings=[
-            f"{PROFILE} and {EVENTS} are missing: this is read from {OOM_REPORTS[1]}, which has the failed allocation "
-            "alone"
+            f"{PROFILE} and {EVENTS} are missing: this is read from {OOM_REPORTS[1]}, which has only the failed "
+            "allocation"
         ],
     )
 

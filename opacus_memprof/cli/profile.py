@@ -237,7 +237,7 @@ def doctor(
         console.print("\n" + tr("opacus-memprof cannot profile here: {problems}, see above.", problems=counted))
         raise typer.Exit(1)
     can_read, can_profile = (
-        "opacus-memprof can read profiles here, and record none.",
+        "opacus-memprof can read profiles here, but not record them.",
         "opacus-memprof can profile here.",
     )
     console.print("\n" + tr_sentence(can_read if reads_only() else can_profile))

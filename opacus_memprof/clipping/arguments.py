@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of make_private and make_private_with_epsilon before anything is changed.
 
-Also has what two arguments mean: the schedule of `check`, which says which steps are checked, and the rule of
-`clipping`, which computes clip factors from per-sample gradient norms.
+Also defines the meaning of two of them: `check` is a schedule of the steps to check, and `clipping` is a rule that
+computes clip factors from per-sample gradient norms.
 """
 
 import difflib

@@ -98,7 +98,7 @@ class GraphedBackward:
             if isinstance(own, torch.Tensor):
                 own.copy_(leaf, non_blocking=True)
         self._graph.replay()
-        # Python's attributes of these describe this step alone.
+        # The Python attributes of these objects describe only this step.
         self._last_sums = {parameter: total.detach() for parameter, total in self._sums.items()}
         check = NormCheck(self._check.norms.clone(), self._check.squared_norms.clone(), self._check.owners)
         check.begin()

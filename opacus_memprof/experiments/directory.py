@@ -43,7 +43,8 @@ class Preset:
         cell: the class of its cells, which defines the settings that vary.
         grows: whether a directory accepts further configurations, and replaces results of the same ones.
         side_by_side: whether several GPUs work at once; False if times are compared.
-        result, run: a run's result file, and the directory of its other files, from its name.
+        result: the path of a run's result file, with {} for the name of the run.
+        run: the directory of the run's other files, in the same way.
         outputs: the directory of tables and pictures.
         tables, figures: files there; keys of tables.TABLES and of figures.FIGURES.
     """

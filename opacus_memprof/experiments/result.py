@@ -50,7 +50,7 @@ _OPTIONS = {
     ("checkpoint", None): "--checkpointing",
 }
 _TIMELINE_ROWS = 500
-_MOST_EDGES = 5000  # of longer runs, the first
+_MOST_EDGES = 5000  # changes of phase in a result; later ones are left out
 
 
 @dataclass

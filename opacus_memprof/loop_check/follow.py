@@ -87,7 +87,10 @@ class Follower:
         self._schedulers: dict[int, bool] = {}
 
     def install(self) -> None:
-        """Puts this object between the program and Opacus. Called after Opacus was imported."""
+        """Wraps the functions of Opacus and torch that private training calls, to record their calls.
+
+        Opacus must have been imported.
+        """
         _around(AbstractGradSampleHooks, "__init__", self._make_hooks)
         _around(DPOptimizer, "__init__", self._make_optimizer)
         _around(DPTensorFastGradientClipping, "backward", self._ghost_backward)

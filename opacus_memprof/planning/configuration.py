@@ -40,7 +40,7 @@ class PlannedProgram:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The arguments that the user has given."""
+        """The arguments that the user has given; none if the program has a title."""
         return () if self.title else self.arguments
 
 

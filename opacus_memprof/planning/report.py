@@ -291,7 +291,7 @@ def write_plan(runs: PlannedRuns, base: PlannedConfiguration, **content: Any) ->
     Args:
         runs: the runs of the plan.
         base: the configuration as the user gave it.
-        content: further fields of Plan, which do not follow from it.
+        content: the fields of Plan that `base` does not determine.
     """
     program = base.program
     plan = Plan(program=program.name, arguments=list(program.words), ranks=base.ranks, **content)

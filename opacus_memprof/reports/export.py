@@ -46,7 +46,7 @@ def _write_json(view: ProfileView, path: Path) -> None:
 def _write_page(view: ProfileView, path: Path) -> None:
     if view.devices or view.out_of_memory is None:
         write_html(view, path)
-    else:  # the directory has the report of the failed allocation alone
+    else:  # the directory has only the report of the failed allocation
         write_text(path, build_oom_page(view.out_of_memory))
 
 

@@ -44,7 +44,7 @@ def print_report(view: ProfileView | JobView, console: Console) -> None:
 
 
 def privacy_sentence(sentence: str) -> str:
-    """Returns the result of a privacy check in the current language, in which each of its parts is translated alone."""
+    """Returns the result of a privacy check in the current language, translated part by part."""
     said, first, why = sentence.removesuffix(".").partition(", first: ")
     if not re.match(r"\w+ on \S+; ", said):
         return tr_sentence(sentence)  # that it could not be read

@@ -39,7 +39,7 @@ class StdoutHandler(logging.Handler):
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """Passes all records as a filter, and escapes text that is not Unicode, as in some file names."""
+    """A log filter that passes every record, and escapes text that is not Unicode, as in some file names."""
     record.msg = str(record.msg).encode("utf-8", "backslashreplace").decode()
     return True
 

@@ -222,7 +222,7 @@ def _covers(node: ast.AST, line: int) -> bool:
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """An expression and what it consists of, without what is settled."""
+    """Yields an expression and its parts, except settled ones (see `_is_settled`)."""
     if _is_settled(node):
         return
     yield node
@@ -231,7 +231,10 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_settled(node: ast.AST) -> bool:
-    """Returns whether an expression is the same whatever the values: `x is None`, x.shape, x.isnan().any()."""
+    """Returns whether the result of an expression is known without its tensors' values, as of `x is None` or x.shape.
+
+    Values that the virtual GPU has not computed are taken for finite, so tests for NaN are settled, too.
+    """
     if isinstance(node, ast.Attribute):
         return node.attr in _METADATA
     if isinstance(node, ast.Compare):
@@ -281,7 +284,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """The name that stands for a place where a value can be: `x` of x, x[0] and x.append, `.x` of self.x."""
+    """Returns the name by which an expression refers to a value: "x" for x and x[0], ".x" for self.x; or ""."""
     while isinstance(node, ast.Subscript | ast.Starred):
         node = node.value
     if isinstance(node, ast.Attribute):
@@ -290,7 +293,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _targets(node: ast.AST | None) -> Iterator[str]:
-    """The names that an assignment to an expression gives a value to."""
+    """Yields the names that an assignment to this expression sets."""
     if isinstance(node, ast.Tuple | ast.List):
         for element in node.elts:
             yield from _targets(element)

@@ -253,9 +253,9 @@ def _note_what_kernels_write(compiler: Any) -> None:
 
 
 def _compile_here(config: Any) -> None:
-    """Compiles in this process, because Inductor's worker processes have no virtual GPU, and launches by Triton.
+    """Makes Inductor compile in this process, because its worker processes have no virtual GPU.
 
-    What kernels write is noted where Triton launches them.
+    Kernels are launched by Triton, where the virtual GPU notes what they write.
     """
     config.compile_threads = 1
     config.use_static_cuda_launcher = False

@@ -339,7 +339,7 @@ class Step:
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
             yield Instant("backward", layer.name, in_norms)
             after = {**parts, "activations": own - (0 if clip.keeps_pair(n) else layer.input_before(n))}
-            # Autograd has saved a Linear layer's input for the weight's gradient alone, which it does not form.
+            # Autograd has saved a Linear layer's input only for the weight's gradient, which it does not form.
             yield self._layer_backward(layer, n, after if layer.module.kind == "Linear" else parts)
             yield self._backward_before(layer, n, after)
             kept += self._kept(layer, clip, n)

@@ -217,7 +217,10 @@ class Bookkeeping:
             )
 
     def must_repeat_norms(self) -> bool:
-        """Returns whether the backward for the norms must run again, as a layer is used more than once. Drops them."""
+        """Returns whether the backward for the norms must run again, because a layer is used more than once.
+
+        The norms of such a backward are dropped.
+        """
         repeats, self._found_shared = self._found_shared, False
         if repeats:
             self._passes.pop()

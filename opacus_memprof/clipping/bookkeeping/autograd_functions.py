@@ -62,7 +62,7 @@ def _no_second_derivatives(what: str) -> str:
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a backward that refuses create_graph=True."""
+    """Wraps the backward of an autograd function so that it refuses create_graph=True."""
     differentiable_once = once_differentiable(backward)
 
     @functools.wraps(backward)

@@ -182,9 +182,9 @@ class Layer:
         raise NotImplementedError
 
     def terms(self, x: torch.Tensor) -> int:
-        """Returns how many output positions of one channel use an element of the input, at most.
+        """Returns the largest number of output positions, in one channel, that use the same element of the input.
 
-        1 for linear layers. If the input is indices, returns the number of indices in a sample.
+        1 for linear layers. For inputs that are indices, returns the number of indices in a sample.
         """
         return 1
 

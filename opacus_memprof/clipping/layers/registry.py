@@ -50,7 +50,7 @@ def _check_parameter(name: str, parameter: DTensor, is_sharded: bool) -> None:
     if not is_sharded or not plain:
         raise MemprofError(
             f"{name} is placed as {placements}, as in tensor or context parallelism, where a rank has a part of each "
-            "sample: flash_clip knows data parallelism alone, by DDP or fully_shard."
+            "sample: flash_clip supports only data parallelism, by DDP or fully_shard."
         )
     if mesh.size() != dist.get_world_size():
         raise MemprofError(
@@ -64,7 +64,7 @@ def refuse_context_parallel() -> None:
     attention = functional.scaled_dot_product_attention
     if (getattr(attention, "__module__", None) or "").startswith("torch.distributed"):
         raise MemprofError(
-            "under context parallelism a rank has a part of each sample: flash_clip knows data parallelism alone, by "
+            "under context parallelism a rank has a part of each sample: flash_clip supports only data parallelism, by "
             "DDP or fully_shard."
         )
 

@@ -322,9 +322,9 @@ def _forgive_rounding(
 ) -> None:
     """Removes errors that are not much larger than what rounding changes in autograd's own sums.
 
-    Gradients may cancel to less than their rounding errors, which differ for other numbers and without TF32. A backward
-    that is not linear, as one that limits the gradient of the batch, differs for other numbers, too. Doubling numbers
-    changes no rounding, and so shows it.
+    Gradients may cancel to less than their rounding errors. Autograd's sums then change when outputs' gradients are
+    multiplied by a number, or without TF32. They also change if a backward is not linear, such as one that limits the
+    gradient of the batch. Multiplying by 2 tells the two apart: it changes no rounding.
     """
 
     def differences(scale: float) -> dict[nn.Parameter, float]:

@@ -111,8 +111,8 @@ class Tokens:
     def of(self, held: Any) -> Any:
         """Returns the number of an object.
 
-        A function is described by its code and the values that it was made with, so that a program may make the same
-        one before each forward.
+        Functions with the same code, closure and defaults have the same number, because a program may define the same
+        function anew before each forward.
         """
         if isinstance(held, MethodType):
             return self.of(held.__self__), self.of(held.__func__)

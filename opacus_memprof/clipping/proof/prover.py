@@ -114,10 +114,10 @@ def _copied(leaf: Any) -> Any:
 
 
 class Prover:
-    """Proves a program's clipping.
+    """Proves for one batch that flash_clip clips a program exactly; see the top of this file.
 
     Args:
-        program: the program.
+        program: the model's forward and its arguments.
         workspace: limit on the temporaries of a layer.
     """
 

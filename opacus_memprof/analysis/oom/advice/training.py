@@ -196,7 +196,7 @@ def fused_attention(case: Case, step: Step) -> Change | None:
             LINE,
             "float16: this GPU has no fused attention for bfloat16",
             f"{program.model} = {program.model}.to(torch.float16)  # or the dtype of torch.autocast",
-            f"{what} This GPU has fused attention kernels for float16 and float32 alone. Accuracy can differ: float16 "
+            f"{what} This GPU has fused attention kernels only for float16 and float32. Accuracy can differ: float16 "
             "has a smaller range, and may need a scaled loss.",
             (Action(kind="dtype", value="float16"),),
             apply,
