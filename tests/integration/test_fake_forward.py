@@ -15,7 +15,7 @@ from opacus import GradSampleModule
 from torch import Tensor, nn
 
 import opacus_memprof
-from opacus_memprof.hooks.forward_shapes import FakeForward
+from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.recording import observations
 from tests.planted_models import Transformer, ValueDependent, adapters, convolutions, llama
 
@@ -154,7 +154,7 @@ def test_it_keeps_no_model_alive() -> None:
 LATER = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from opacus_memprof.hooks.forward_shapes import FakeForward
+from opacus_memprof.hooks.fake_forward import FakeForward
 
 layer = torch.nn.Linear(3, 2)
 forward = FakeForward([("", layer)])

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repeats a forward pass on a copy of the model whose tensors have shapes and no memory.
+
+This tells what every module keeps for backward, including modules that the real pass did not reach because memory ran
+out. The model's own code runs a second time then: changes to the model stay in the copy, and output is printed twice.
+"""
+
+import copy
+import random
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from opacus_memprof.hooks.shapes import capture_shape
+from opacus_memprof.profiles.layer_shapes import CaptureShape, KeptBlock, WholeForward
+from opacus_memprof.recording.attachment import remove_scoped_forwards
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """The shape of an input or a parameter."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a forward pass, as the leaves of a pytree with shapes for tensors, and its autocast contexts."""
+
+    leaves: Sequence[Any]
+    structure: Any
+    autocast: Sequence[torch.autocast]
+
+
+def shape_of(tensor: Tensor) -> TensorShape:
+    return TensorShape(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class FakeForward:
+    """A forward pass that can be repeated on fake tensors. It keeps neither the model nor a tensor alive.
+
+    Args:
+        named: the model's modules with their names, the model itself first.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self._named = [(name, weakref.ref(module)) for name, module in named]
+        self._call: Call | None = None
+
+    def record_inputs(self, inputs: tuple[Any, Any]) -> None:
+        """Records the shapes of a forward pass's positional and keyword arguments, and whether autocast is enabled.
+
+        Arguments cannot be repeated if they contain objects other than tensors and plain values.
+        """
+        leaves, structure = tree_flatten(inputs)
+        plain = all(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+        autocast = [
+            torch.autocast(device, torch.get_autocast_dtype(device))
+            for device in sorted(devices)
+            if torch.is_autocast_enabled(device)
+        ]
+        shapes = [shape_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._call = Call(shapes, structure, autocast) if plain else None
+
+    def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
+        """Repeats the whole forward pass without values, and returns the tensors that it keeps for backward.
+
+        Returns None if the pass cannot be repeated: for example if shapes depend on values, or on one of several ranks.
+
+        Args:
+            layers: the names of the modules whose parameters are trained.
+            captures: whether Opacus captures their inputs.
+        """
+        named = [(name, module) for name, reference in self._named if (module := reference()) is not None]
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._call is None or len(named) < len(self._named) or not named or distributed:
+            return None
+        state = random.getstate()
+        try:
+            if not torch.cuda.is_available():
+                _set_device_guard()
+            # In a separate thread, because the failed operation has left its dispatch state in this thread.
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(_run, named, self._call, frozenset(layers), captures).result()
+        except Exception:  # the model's own code may raise anything where values are missing
+            return None
+        finally:
+            random.setstate(state)
+
+
+@cache
+def _set_device_guard() -> None:
+    """Uses fake tensors in a thread that lives until the process ends.
+
+    Without a GPU, torch sets a guard for one when fake tensors are first used. Torch 2.11 frees it at the end of the
+    thread that did so, and later uses crash.
+    """
+    is_set = threading.Event()
+
+    def set_guard() -> None:
+        try:
+            with FakeTensorMode():
+                pass
+        finally:
+            is_set.set()
+        threading.Event().wait()
+
+    threading.Thread(target=set_guard, name="opacus_memprof_fake_tensors", daemon=True).start()
+    is_set.wait()
+
+
+def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[str], captures: bool) -> WholeForward:
+    with FakeTensorMode() as fake, ExitStack() as stack:
+        for context in call.autocast:
+            stack.enter_context(context)
+        model, copies = _copy(named, fake)
+        leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
+        excluded = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        recorder = _Recorder(excluded, layers, captures)
+        with recorder:
+            for name, module in copies:
+                module.register_forward_pre_hook(partial(recorder.enter, name))
+                module.register_forward_hook(partial(recorder.leave, name))
+            args, kwargs = tree_unflatten(leaves, call.structure)
+            with torch.autograd.graph.saved_tensors_hooks(recorder.keep, _unpack):
+                output = model(*args, **(kwargs or {}))
+        samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        return recorder.result(output, samples)
+
+
+def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
+    """Returns a copy of the model with fake tensors and without hooks, and its named modules."""
+    memo: dict[int, Any] = {}
+    for _, module in named:
+        for key, value in vars(module).items():
+            if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                memo[id(value)] = type(value)()
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(shape_of(parameter).make(), parameter.requires_grad)
+    with FakeCopyMode(fake):
+        model = copy.deepcopy(named[0][1], memo)
+    copies = [(name, memo[id(module)]) for name, module in named]
+    for _, module in copies:
+        remove_scoped_forwards(module)
+    return model, copies
+
+
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+@dataclass
+class _Storage:
+    """A storage that the pass has allocated, and its tensors that are alive. It is held, so that its address is unique.
+
+    Attributes:
+        calls_before: the number of calls of layers that had begun.
+    """
+
+    storage: Any
+    module: str
+    calls_before: int
+    is_softmax: bool
+    tensors: int = 0
+    is_saved: bool = False
+    saves: int = 0
+    captor: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return int(self.storage.nbytes())
+
+    @property
+    def is_kept(self) -> bool:
+        return self.is_saved or self.captor is not None
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which module allocates each storage, which storages are kept, and the most bytes that are live at once.
+
+    Args:
+        excluded: tensors that exist before the pass.
+        layers, captures: see FakeForward.run.
+    """
+
+    def __init__(self, excluded: Sequence[Tensor], layers: frozenset[str], captures: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layers, self._captures = layers, captures
+        self._path = [""]  # of the modules whose forward is running
+        self._called: list[str] = []  # the layers
+        self._storages: dict[int, _Storage] = {}  # by address
+        self._outputs: dict[int, str] = {}  # of layers, by address
+        self._streams: set[int] = set()  # inputs of modules, and sums with them, by address
+        self._sums: dict[str, int] = {}  # bytes by the module that adds
+        self._added: set[str] = set()
+        self._live = self._peak = 0
+        self._forwards: dict[str, CaptureShape] = {}
+        self._excluded = {id_of(tensor): tensor for tensor in excluded}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _SUMS and isinstance(args[1], Tensor):
+            self._add_up(result, *args[:2])
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := id_of(tensor)) not in self._excluded:
+                if key not in self._storages:
+                    is_softmax = "softmax" in func.__name__
+                    storage = tensor.untyped_storage()
+                    self._storages[key] = _Storage(storage, self._path[-1], len(self._called), is_softmax)
+                found = self._storages[key]
+                self._change(found, tensors=found.tensors + 1)
+                weakref.finalize(tensor, self._free, found)
+        return result
+
+    def _add_up(self, result: Tensor, *parts: Tensor) -> None:
+        """Records a sum with a residual stream: the input of a module, or another such sum."""
+        first, second = map(id_of, parts)
+        for one, other in ((first, second), (second, first)):
+            if one in self._streams:
+                self._streams.add(id_of(result))
+                self._sums[self._path[-1]] = result.untyped_storage().nbytes()
+                if other in self._outputs:
+                    self._added.add(self._outputs[other])
+
+    def _free(self, found: _Storage) -> None:
+        self._change(found, tensors=found.tensors - 1)
+
+    def _change(self, found: _Storage, **changes: object) -> None:
+        """Changes attributes of a storage, and adds up what is live."""
+        before = bool(found.tensors) or found.is_kept
+        vars(found).update(changes)
+        self._live += found.bytes * ((bool(found.tensors) or found.is_kept) - before)
+        self._peak = max(self._peak, self._live)
+
+    def keep(self, tensor: Any) -> None:
+        """Records a tensor that autograd saves. A pack hook of autograd.
+
+        Returns None instead of the tensor, because a node that holds its own output would never be freed.
+        """
+        if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
+            self._change(found, is_saved=True, saves=found.saves + 1)
+
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._path.append(name)
+        self._streams.update(id_of(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
+        if name in self._layers:
+            self._called.append(name)
+
+    def leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._path.pop()
+        if name in self._layers and self._captures and module.training and torch.is_grad_enabled():
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
+                    self._change(found, captor=name)
+        if name in self._layers and (shape := capture_shape(module, inputs, output)) is not None:
+            seen = self._forwards.get(name)
+            self._forwards[name] = shape if seen is None else seen.with_call(shape)
+            self._outputs[id_of(output)] = name
+
+    def result(self, output: Any, samples: int) -> WholeForward:
+        outputs = {id_of(tensor) for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
+        around = {""} | {name[:end] for name in self._layers for end in range(len(name)) if name[end] == "."}
+        innermost = self._forwards.keys() - (around if self._layers - {""} else set())
+        blocks = tuple(
+            KeptBlock(
+                found.bytes,
+                found.module,
+                found.module
+                if found.module in innermost
+                else next((name for name in self._called[found.calls_before :] if name in self._forwards), None),
+                key in outputs,
+                found.saves > 1,
+                None if found.is_saved else found.captor,
+                found.is_softmax,
+            )
+            for key, found in self._storages.items()
+            if found.is_kept or key in outputs
+        )
+        return WholeForward(self._forwards, blocks, self._peak, samples, self._sums, frozenset(self._added))
+
+
+def _unpack(kept: Any) -> Tensor:
+    raise RuntimeError("a forward pass on fake tensors has no backward")
+
+
+def id_of(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage object."""
+    return int(tensor.untyped_storage()._cdata)
