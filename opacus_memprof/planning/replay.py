@@ -90,7 +90,7 @@ def read_recording(directory: Path, gpu: str | None, memory: int | None) -> Reco
     if gpu is not None:
         find_gpu(gpu)
     elif isinstance(profile.virtual, UnsetType):
-        raise MemprofError(f"{directory} was recorded on a real GPU, whose kind it does not have: add --gpu KIND")
+        raise MemprofError(f"{directory} does not say on which kind of GPU it was recorded: add --gpu KIND")
     else:
         gpu, memory = profile.virtual.gpu, memory or profile.virtual.memory_bytes
     device = _device(directory, profile)

@@ -120,17 +120,21 @@ def format_moment(phase: str, step: int | str, logical_step: int | None = None) 
     return f"{named} of step {step}{logical}"
 
 
+def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
+    """Formats increasing numbers, with consecutive ones as a range: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Formats ranks, with consecutive ones as a range: `rank 3`, `ranks 0-3, 5`."""
     ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ordered) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ordered) > 1 else ''} {format_ranges(ordered)}"
 
 
 def shorten_name(name: str, length: int = 36) -> str:

@@ -22,7 +22,7 @@ from opacus_memprof.analysis.verdict_view import VerdictView, failure_verdict
 from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import Finding, virtual_mark
-from opacus_memprof.profiles.units import column_format, format_bytes, format_share, shorten_name
+from opacus_memprof.profiles.units import column_format, format_bytes, format_ranges, format_share, shorten_name
 from opacus_memprof.reports.text import (
     bar,
     escape_what_cannot_be_shown,
@@ -75,20 +75,10 @@ def fold_modules(sizes: Mapping[str, int]) -> list[ModuleRow]:
     for pattern, by_number in groups.items():
         numbers = sorted(number for number, size in by_number.items() if size)
         if numbers:
-            name = pattern.replace("*", f"[{_ranges(numbers)}]" if len(numbers) > 1 else str(numbers[0]), 1)
+            name = pattern.replace("*", f"[{format_ranges(numbers, ',')}]" if len(numbers) > 1 else str(numbers[0]), 1)
             found_sizes = [by_number[number] for number in numbers]
             rows.append(ModuleRow(name, len(numbers), max(found_sizes), sum(found_sizes)))
     return sorted(rows, key=lambda row: (-row.total, row.name))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def print_summary(view: ProfileView | JobView, console: Console, has_shown_failure: bool = False) -> None:

@@ -177,13 +177,7 @@ class Session:
         Raises:
             MemprofError: profile.json could not be written. Recording is stopped and all changes are undone.
         """
-        global _current
-        _current = None
-        try:
-            with contain("ending the recording"):
-                self._keep_figures()
-        finally:
-            self._changes.detach()
+        self._end_recording()
         with contain("writing what was proved of private models"):
             for record in _registered_models():
                 if record not in self._registered_before:
@@ -206,13 +200,7 @@ class Session:
 
     def discard(self) -> None:
         """Stops recording and undoes all changes, as `close` does, but writes no profile.json."""
-        global _current
-        _current = None
-        try:
-            with contain("ending the recording"):
-                self._keep_figures()
-        finally:
-            self._changes.detach()
+        self._end_recording()
         self._claim.detach()
 
     def __enter__(self) -> "Session":
@@ -359,6 +347,16 @@ class Session:
     def _start_stream(self, changes: Attachment) -> None:
         if self._stream_to is not None:
             changes.on_detach(Stream(make_sinks(self._stream_to), self._stream_interval, self._warn).stop)
+
+    def _end_recording(self) -> None:
+        """Keeps the figures of the recording, ends it, and undoes all changes."""
+        global _current
+        _current = None
+        try:
+            with contain("ending the recording"):
+                self._keep_figures()
+        finally:
+            self._changes.detach()
 
     def _keep_figures(self) -> None:
         """Keeps the figures that are lost with the recording, and takes the last snapshot, which every profile has."""

@@ -113,7 +113,7 @@ def test_the_command(ran: Ran) -> None:
 
 
 def test_what_cannot_be_played(tmp_path: Path) -> None:
-    with pytest.raises(MemprofError, match="was recorded on a real GPU, whose kind it does not have: add --gpu KIND"):
+    with pytest.raises(MemprofError, match="does not say on which kind of GPU it was recorded: add --gpu KIND"):
         read_recording(DATA / "format_1_hooks", None, None)
     with pytest.raises(MemprofError, match='there is no virtual GPU "h300"'):
         read_recording(DATA / "format_1_hooks", "h300", None)

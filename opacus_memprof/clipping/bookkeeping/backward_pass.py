@@ -25,6 +25,7 @@ from opacus_memprof.errors import MemprofError
 
 _TOLERANCE = 1e-3  # relative, for rounding
 Factors: TypeAlias = "torch.Tensor | dict[nn.Parameter, torch.Tensor]"
+"""Clip factors, [B], of all parameters or by parameter."""
 
 
 class HostCopy:
@@ -185,9 +186,6 @@ def refuse_capture() -> None:
             "check that gradient norms are finite. Leave private training steps out of the capture, or have "
             "opacus_memprof.clipping.GraphedBackward capture what can be."
         )
-
-
-"""Clip factors, [B], of all parameters or by parameter."""
 
 
 @dataclass
