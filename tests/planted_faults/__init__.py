@@ -2,7 +2,7 @@
 """Faults that tests must catch: ``python -m tests.planted_faults`` plants one after the other.
 
 Each is a small change that a reviewer could miss. Most make clipping wrong or switch off a check of it; those in
-`findings`, `planning`, `profiler` and `reports` make figures or reports wrong.
+`findings`, `planning`, `profiler`, `reports` and `sessions` make figures or reports wrong.
 """
 
 from tests.planted_faults import (
@@ -19,6 +19,7 @@ from tests.planted_faults import (
     ranks,
     reports,
     rounding,
+    sessions,
     situations,
 )
 from tests.planted_faults.fault import Fault
@@ -38,4 +39,5 @@ FAULTS: list[Fault] = [
     *planning.FAULTS,
     *profiler.FAULTS,
     *reports.FAULTS,
+    *sessions.FAULTS,
 ]

@@ -66,6 +66,7 @@ def test_a_proof_is_a_phase_of_its_own(tmp_path: Path) -> None:
     file.add("phase", phase="forward")
     file.add("alloc", 0x2000, 600, "forward_undecided", phase="forward", op="flash_clip_proof")
     file.add("alloc", 0x3000, 300, "backward_temporaries", phase="backward")  # by a thread of autograd
+    file.add("oom", size=9999, category="backward_temporaries", phase="backward")
     file.add("free", 0x3000, 300, "backward_temporaries", phase="backward")
     file.add("free", 0x2000, 600, "forward_undecided", phase="forward", op="flash_clip_proof")
     file.add("phase", phase="forward")
@@ -74,11 +75,11 @@ def test_a_proof_is_a_phase_of_its_own(tmp_path: Path) -> None:
     file.add("step", size=1, step=1)
     device = built(file, tmp_path)["devices"]["cuda:0"]
     assert (device["peak"]["phase"], device["peak"]["requested_bytes"]) == ("proof", 1900)
-    assert device["steps"][0]["phase"] == "proof"
+    assert device["steps"][0]["phase"] == device["out_of_memory"][0]["phase"] == "proof"
     peaks = {phase: row["peak_bytes"] for phase, row in device["phases"].items()}
     assert (peaks["proof"], peaks["forward"], peaks["backward"]) == (1900, 1100, 1200)
     assert sum(device["phases"]["backward"]["categories"].values()) == 1200
-    assert device["timeline"]["phase"][2:7] == [*["proof"] * 4, "forward"]
+    assert device["timeline"]["phase"][2:8] == [*["proof"] * 5, "forward"]
 
 
 def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_the_peak_is_told_in_names(tmp_path: Path) -> None:
     assert peak["activation_hooks"] == {"shared_with_autograd": 0, "opacus_only": 300}
     assert peak["modules"] == {"fc": in_use}
     assert list(peak["ops"]) == ["", "mm", "linear"]  # the largest first
+    assert peak["lines"] == {}
     assert peak["born_in"] == {
         "setup": {"model_parameters": 1000},
         "forward": {"activation_hooks": 300},

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from opacus_memprof.analysis.defects import (
+    _some,
     accumulated_per_sample_gradients,
     captures_without_backward,
     different_numbers_of_samples,
@@ -89,6 +90,8 @@ def test_modules_are_named_by_what_they_share() -> None:
     assert common_module(["a.b.c", "a.b", "a.d.c"]) == "a"
     assert common_module(["a.x.c", "b.x.c"]) == ""
     assert largest({"a": 1, "b": 3, "c": 2}) == "b 3 B, c 2 B, a 1 B"
+    assert _some(["a", "", "c"]) == "a, the model itself, c"
+    assert _some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
     assert largest({"": 4, "a": 1, "b": 3, "c": 2, "d": 0}) == "(no module) 4 B, b 3 B, c 2 B, 1 more"
 
 
@@ -370,19 +373,20 @@ def test_captures_that_wait(failed: bool, refused: bool, recomputed: bool, kind:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "steps", "used", "remedy"),
+    ("others", "steps", "used", "remedy"),
     [
-        (["unowned_samples"], 0, False, "freeze fc before make_private"),
+        ([fact("unowned_samples", 1)], 0, False, "freeze fc before make_private"),
+        ([fact("unowned_samples", 2)], 0, False, "run one backward pass for each step"),
         ([], 3, False, "call optimizer.zero_grad() after each optimizer.step()"),
-        (["zero_grads"], 3, True, "directly after each optimizer.step()"),
-        (["zero_grads"], 3, False, "run one backward pass for each step"),
+        ([fact("zero_grads")], 3, True, "directly after each optimizer.step()"),
+        ([fact("zero_grads")], 3, False, "run one backward pass for each step"),
         ([], 0, False, "run one backward pass for each step"),
-        (["public_steps"], 3, False, None),
+        ([fact("public_steps")], 3, False, None),
     ],
 )
-def test_why_gradients_of_two_passes_met(kinds: list[str], steps: int, used: bool, remedy: str | None) -> None:
-    facts = [fact("samples_accumulated", 1, 2, steps=steps, used=used), *(fact(kind, 1) for kind in kinds)]
-    found = found_in(accumulated_per_sample_gradients, *facts)
+def test_why_gradients_of_two_passes_met(others: list[Any], steps: int, used: bool, remedy: str | None) -> None:
+    accumulated = fact("samples_accumulated", 1, 2, steps=steps, used=used)
+    found = found_in(accumulated_per_sample_gradients, accumulated, *others)
     assert [remedy in each.remedy for each in found if remedy] == [True] * (remedy is not None)
     assert len(found) == (remedy is not None)
 

@@ -327,10 +327,13 @@ def test_the_names_of_the_program_are_those_where_it_trains() -> None:
     shapes = TrainingShapes()
     attachment = hooks.attach_private(prepared)
 
+    def evaluate(model: nn.Module) -> None:
+        diagnosis.observe_program(shapes)
+
     def train() -> None:
         net, dp_sgd, batches = prepared
         teacher, loss, plain = nn.Linear(3, 2), nn.MSELoss(), torch.optim.SGD(nn.Linear(3, 2).parameters())
-        diagnosis.observe_program(shapes)
+        evaluate(teacher)
         del net, dp_sgd, batches, teacher, loss, plain
 
     def train_in_parts_and_print_epsilon() -> None:

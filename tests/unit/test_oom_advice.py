@@ -5,19 +5,35 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from opacus_memprof.analysis.oom import advice, build_report
-from opacus_memprof.analysis.oom.advice import advise
-from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, MODE, Suggestion
-from opacus_memprof.analysis.oom.failure import BlockGroup, Failure, find_evaluation, find_leftovers
+from opacus_memprof.analysis.oom.advice import advise, find_improvements
+from opacus_memprof.analysis.oom.advice.suggestion import (
+    BATCH,
+    DEFECT,
+    MODE,
+    SMALL_BATCH,
+    VARYING,
+    Suggestion,
+    suggest,
+)
+from opacus_memprof.analysis.oom.failure import (
+    BlockGroup,
+    Failure,
+    History,
+    find_evaluation,
+    find_leftovers,
+    read_history,
+)
 from opacus_memprof.analysis.verdict_view import failure_verdict
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, Program, TrainingShapes
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.reports.oom import exception_note, print_oom
+from tests.unit.made_profiles import a_device, a_peak
 
 M, G = 2**20, 2**30
 DEVICE = 80 * G
@@ -134,6 +150,33 @@ def test_the_physical_batch_is_told_in_what_the_program_has(
 
 
 @pytest.mark.parametrize(
+    ("program", "batches", "change"),
+    [
+        (Program(), [512], BATCH),
+        (Program(), [300, 512], VARYING),
+        (Program(expected_samples=500), [512], VARYING),
+        (Program(computes_epsilon=True), [300, 512], SMALL_BATCH),  # more of the program changes
+    ],
+)
+def test_a_physical_batch_changes_more_where_epsilon_is_printed(
+    program: Program, batches: list[int], change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, int] = {}
+
+    def note(case: Any, instant: Any, change: int, title: str, *rest: Any, **named: Any) -> Suggestion:
+        made[title[:16]] = change
+        return suggest(case, instant, change, title, *rest, **named)
+
+    monkeypatch.setattr(advice.changes, "suggest", note)
+    shapes = linear(512)
+    shapes.program = program
+    shapes.batches = deque(enumerate(batches))
+    kept = [holding("model_parameters", 16 * M), holding("gradients", 16 * M), holding("per_sample_gradients", 8 * G)]
+    build_report([failure(8 * G, kept, device_free=6 * G)], shapes)
+    assert made["a physical batch"] == change
+
+
+@pytest.mark.parametrize(
     ("suggestions", "order"),
     [
         ([("a", MODE, True, False, 1), ("b", BATCH, True, False, 1)], "ba"),  # the smallest change
@@ -160,6 +203,26 @@ def test_the_order_of_suggestions(suggestions: list[Any], order: str, monkeypatc
     assert advise(case) == []
 
 
+def test_improvements_lower_the_peak_by_two_percent_and_not_below_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the phases of a step 60 bytes are live, of which another mode has no 5 of gradients."""
+    made = [
+        Suggestion((), str(peak), "", "", peak, saved=100 - peak, fits=None, change=MODE) for peak in (99, 98, 97, 50)
+    ]
+    monkeypatch.setattr(advice, "estimate_step", lambda *_: object())
+    monkeypatch.setattr(advice, "_IMPROVING_ADVISERS", (lambda case: made,))
+    peak = a_peak(requested_bytes=100, modules={"fc": {"noise": 100}})
+    between = {"idle": {"peak_bytes": 60, "categories": {"gradients": 5, "activations": 20}}}
+    names, replayed = SimpleNamespace(phase=str, categories=dict), {"steps": [], "phases": {}, "timeline": []}
+    predicted = [
+        [
+            each.predicted_peak_bytes
+            for each in find_improvements("cuda:0", device, replayed, cast(Any, names), linear(4))
+        ]
+        for device in (a_device(steps=[{}], peak=peak, phases=between), a_device(peak=peak))
+    ]
+    assert predicted == [[55, 97], []]
+
+
 def test_states_that_the_first_step_will_make_are_part_of_the_need() -> None:
     n, sample = 512, 4 * 1024 * 4096
     kept = [holding("model_parameters", sample), holding("per_sample_gradients", 8 * G)]
@@ -178,6 +241,8 @@ def test_fragments() -> None:
     assert first(report) == {"kind": "allocator_setting", "value": "expandable_segments:True"}
     assert report["suggestions"][0]["fits"]
     assert report["room"]["cached_bytes"] == 10 * G
+    pending = failure(6 * G, kept, reserved=70 * G, pending=4 * G)  # freed, while a side stream uses it
+    assert build_report([pending], TrainingShapes())["room"]["cached_bytes"] == 6 * G
     expandable = failure(6 * G, kept, reserved=70 * G, largest_free=2 * G, free_expandable=10 * G)
     assert build_report([expandable], TrainingShapes())["suggestions"] == []
     not_enough = failure(20 * G, kept, reserved=70 * G, largest_free=2 * G)
@@ -190,7 +255,8 @@ def test_another_process() -> None:
     assert first(report)["kind"] == "other_processes"
     assert report["room"]["others_bytes"] == DEVICE - 2 * G - 20 * G
     assert report["suggestions"][0]["fits"]
-    alone = failure(10 * G, [holding("teacher", 78 * G, step=0, phase="idle")], device_free=2 * G, device_total=DEVICE)
+    # What is left of the device is this process' context.
+    alone = failure(10 * G, [holding("teacher", 76 * G, step=0, phase="idle")], device_free=2 * G, device_total=DEVICE)
     assert build_report([alone], TrainingShapes())["suggestions"] == []
 
 
@@ -308,6 +374,7 @@ def failed_in_step_5(*groups: BlockGroup, phase: str = "backward") -> Failure:
         ([group(9, "noise", step=step, phase="idle") for step in (0, 1, 2)], {}, 0),  # made before the training
         ([group(9, "noise", step=step, phase="forward") for step in (0, 1, 2)], {}, 27),
         ([group(9, "model_parameters", step=step) for step in (1, 2, 3)], {}, 0),
+        ([group(900, "activations", step=step, phase="forward") for step in (0, 1)], {}, 0),  # later steps left none
     ],
 )
 def test_what_should_have_been_released(groups: list[BlockGroup], given: dict[str, Any], left: int) -> None:
@@ -316,6 +383,19 @@ def test_what_should_have_been_released(groups: list[BlockGroup], given: dict[st
     assert found.bytes == sum(found.by_module.values()) == left
     earlier = {} if given else {each.category: left for each in groups if each.step < 5 and left}
     assert found.from_before(5) == earlier
+
+
+def test_only_steps_that_ended_are_steps_of_the_history() -> None:
+    names: Any = SimpleNamespace(phase=["forward", "backward"].__getitem__, categories=lambda sizes: sizes)
+    rows = [
+        {"step": step, "phase": step % 2, "categories": {"activations": 10 * step}, "complete": step != 2}
+        for step in range(6)
+    ]
+    history = read_history({"steps": rows, "phases": {0: rows[1]}, "timeline": rows}, names, 4)
+    assert [each.step for each in history.step_peaks] == [0, 1, 3]
+    assert [each.step for each in history.peaks] == [1, 0, 1, 2, 3, 4]
+    assert history.most_activations == 40
+    assert read_history(None, names, 4) == read_history({}, None, 4) == History()
 
 
 def test_forwards_whose_captures_decide_the_size_of_gradients() -> None:

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def test_an_argument_is_changed_where_it_is_given(given: str, changed: str) -> N
 def test_a_short_flag_is_itself() -> None:
     assert with_argument(["-b", "3"], "-b", 7) == ("-b", "7")
     assert with_argument([], "-b", 7) == ("-b", "7")
+
+
+def test_a_program_with_a_title_was_given_no_arguments() -> None:
+    program = PlannedProgram("call.py", ("function.pickle", "8"))
+    assert (program.name, program.words) == ("call.py", ("function.pickle", "8"))
+    titled = replace(program, title="train")
+    assert (titled.name, titled.words) == ("train", ())
 
 
 def test_ranges_and_modes() -> None:
@@ -132,7 +140,12 @@ def test_a_number_in_a_line_is_changed(tmp_path: Path, text: str, changed: str) 
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(1, "does not say which number is meant in 'a, b = 1, 2'"), (2, "is meant in 'x = 0.5'"), (9, "has 2 lines")],
+    [
+        (1, "does not say which number is meant in 'a, b = 1, 2'"),
+        (2, "is meant in 'x = 0.5'"),
+        (9, "has 2 lines"),
+        (0, "has 2 lines"),
+    ],
 )
 def test_a_line_without_a_number_to_change_is_refused(tmp_path: Path, line: int, words: str) -> None:
     file = tmp_path / "train.py"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the largest value that fits, against trying every value on made-up peaks."""
 
+import contextlib
 import io
 import json
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -17,18 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
 from opacus_memprof.planning.draws import LargestBatch, assess_draws
 from opacus_memprof.planning.report import show_run
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, Point, fill, largest, next_value
-from opacus_memprof.planning.verdict import LARGEST_MEMORY, Verdict, judge, least_memory
+from opacus_memprof.planning.verdict import LARGEST_MEMORY, Verdict, check_run, judge, least_memory, memory_of
 from opacus_memprof.planning.virtual_run import VirtualRun, _read
 from opacus_memprof.virtual_gpu.devices import GPUS
 
 ROOM = 80 * 2**30
 Peaks = Callable[[random.Random], Callable[[int], int]]
+_MIB = 2**20
 _STEP = 2 * 2**20  # what a caching allocator takes at least
 
 
@@ -229,11 +233,11 @@ class _ClosedForms:
 
 
 def test_each_cell_is_searched_to_its_end() -> None:
-    slopes = (16, 512, 3000)
+    slopes = (16, 512, 3000, ROOM // _MIB + 1)
     cells = [PlannedCell(None, PlannedConfiguration(PlannedProgram("train.py"), str(slope))) for slope in slopes]
     fill(cast(PlannedRuns, _ClosedForms()), cells, Range("batch", 1, 4096), lambda count: None)
-    assert [cell.largest for cell in cells] == [min(ROOM // (slope * 2**20), 4096) for slope in slopes]
-    assert not any(cell.error for cell in cells)
+    assert [cell.largest for cell in cells] == [min(ROOM // (slope * _MIB), 4096) or None for slope in slopes]
+    assert [cell.error[:24] for cell in cells] == ["", "", "", "not even batch=1 fits in"]
 
 
 def test_the_same_values_are_run_whichever_cell_ends_first() -> None:
@@ -322,15 +326,18 @@ def test_an_interrupt_ends_the_search_for_a_drawn_batch() -> None:
 
 
 def test_advice_is_tried_and_what_fits_comes_first() -> None:
-    """Of five suggestions four: two need an edit, one fails, and one of a single sample is not tried any more."""
-    actions = [
-        {"kind": "edit"},
-        {"kind": "grad_sample_mode", "value": "ghost"},
-        *({"kind": "max_physical_batch_size", "value": size} for size in (4, 2, 1)),
+    """Of six suggestions four: two need an edit, one fails, and one of a single sample is not tried any more.
+
+    One that needs an edit and is predicted not to fit is left out.
+    """
+    four, eight, two, one = ({"kind": "max_physical_batch_size", "value": size} for size in (4, 8, 2, 1))
+    actions: list[list[dict[str, Any]]] = [
+        *([{"kind": "edit"}], [{"kind": "grad_sample_mode", "value": "ghost"}], [four]),
+        *([eight, {"kind": "edit"}], [two], [one]),
     ]
     suggestions = [
-        {"title": str(n), "code": "", "predicted_peak_bytes": n, "actions": [action], "fits": n < 3}
-        for n, action in enumerate(actions)
+        {"title": str(n), "code": "", "predicted_peak_bytes": n, "actions": each, "fits": n < 3}
+        for n, each in enumerate(actions)
     ]
     report = {"suggestions": suggestions, "needed": {"bytes": 900}}
     ran_out = {"status": "out_of_memory", "requested": 1, "reserved": 1, "may_reserve": 1000, "context": 300}
@@ -344,7 +351,7 @@ def test_advice_is_tried_and_what_fits_comes_first() -> None:
     runs: Any = SimpleNamespace(workers=2, all=run_all)
     verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "t4"))
     assert [(each.title, each.tried and each.tried.fits) for each in verdict.advice] == [
-        ("3", True),
+        ("4", True),
         ("0", None),
         ("1", None),
         ("2", False),
@@ -359,14 +366,16 @@ def test_what_is_applied_in_make_private_is_tried_where_it_is_called(mode: str) 
     """And what fails stands last, what is too large before it."""
     kinds = ("checkpoint", "dtype", "optimizer", "lora")
     suggestions = [
-        {"title": kind, "code": "", "predicted_peak_bytes": 1, "actions": [{"kind": kind}], "fits": True}
-        for kind in kinds
+        {"title": kind, "code": "", "predicted_peak_bytes": 1, "actions": [{"kind": kind}], "fits": fits}
+        for kind, fits in zip(kinds, (True, True, True, None), strict=True)
     ]
     report = {"suggestions": suggestions, "mode": mode}
+    given = {"kind": "environment", "name": "BATCH", "value": "8"}
     statuses = {"checkpoint": "failed", "dtype": "out_of_memory", "optimizer": "finished"}
 
     def run_all(configurations: Sequence[PlannedConfiguration]) -> list[SimpleNamespace]:
-        changed = [each.changes[-1]["kind"] if each.changes else "" for each in configurations]
+        assert all(each.changes[0] == given for each in configurations)
+        changed = [each.changes[-1]["kind"] for each in configurations]
         about = {"requested": 1, "reserved": 1, "may_reserve": 1000, "context": 300, "error": "E", "directory": ""}
         return [
             SimpleNamespace(**about, status=status, fits=status == "finished", oom_report=lambda: report)
@@ -374,7 +383,7 @@ def test_what_is_applied_in_make_private_is_tried_where_it_is_called(mode: str) 
         ]
 
     runs: Any = SimpleNamespace(workers=2, all=run_all)
-    verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "t4"))
+    verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "t4", changes=(given,)))
     assert [(each.title, each.tried is not None, each.failure) for each in verdict.advice] == (
         [("optimizer", True, ""), ("lora", False, ""), ("dtype", True, ""), ("checkpoint", True, "E")]
         if mode
@@ -409,6 +418,25 @@ def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, sta
     assert (run.category, run.wanted) == (("gradients", 34) if ran_out else ("", 0))
 
 
+@pytest.mark.parametrize(
+    ("about", "sentence"),
+    [
+        ({"status": "failed", "error": "E"}, "failed on the virtual GPU (E): see"),
+        ({"status": "killed", "error": "E"}, "was killed on the virtual GPU (E): see"),
+        ({"requested": None}, "allocated nothing on the GPU"),
+        ({"steps": 0}, "ended before its first training step"),
+        ({"steps": 0, "status": "out_of_memory", "fits": False}, None),
+        ({}, None),
+    ],
+)
+def test_runs_that_show_nothing_about_memory(about: dict[str, Any], sentence: str | None) -> None:
+    run: Any = SimpleNamespace(
+        **{"status": "finished", "fits": True, "steps": 1, "requested": 9, "directory": "", **about}
+    )
+    with contextlib.nullcontext() if sentence is None else pytest.raises(MemprofError, match=re.escape(sentence)):
+        check_run(PlannedProgram("train.py"), run)
+
+
 def test_a_line_of_progress_says_how_much_memory_the_gpu_has() -> None:
     """Else the same program is said to fit on a GPU and not to fit there."""
     out = io.StringIO()
@@ -428,6 +456,24 @@ def test_a_line_of_progress_says_how_much_memory_the_gpu_has() -> None:
         "t4 (7.00 GiB) --batch-size 32  out of memory  2 s",
         "t4 (14.76 GiB) with train.py:12=4, BATCH=4  out of memory  2 s",
     ]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("needed", "kept"), [(9000, 9000), (9000, 20000), (14000, 300_000), (140_000, 140_001)])
+def test_what_a_card_must_have_is_found_within_two_percent(needed: int, kept: int, workers: int) -> None:
+    """In MiB. Where less than it has kept is left, the program gives freed memory back."""
+    context = GPUS["h200"].context_memory
+
+    def run(memory: int) -> SimpleNamespace:
+        about = {"status": "finished", "steps": 2, "requested": needed * _MIB * 9 // 10 - context, "context": context}
+        reserved = min(memory, kept * _MIB) - context
+        return SimpleNamespace(
+            **about, fits=memory >= needed * _MIB, reserved=reserved, retries=memory < kept * _MIB, directory=""
+        )
+
+    runs: Any = SimpleNamespace(workers=workers, all=lambda asked: [run(memory_of(each)) for each in asked])
+    verdict = judge(runs, PlannedConfiguration(PlannedProgram("train.py"), "h200"))
+    assert needed <= verdict.needed / _MIB <= needed / 0.98 + 1
 
 
 def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:

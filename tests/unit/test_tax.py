@@ -107,8 +107,19 @@ def test_other_devices_are_refused(tmp_path: Path) -> None:
     on_cpu = profile_in(tmp_path / "c", private_file(device=0))
     with pytest.raises(MemprofError, match="private run was on cpu and the vanilla one on cuda:0"):
         dp_tax(on_cpu, vanilla)
+    on_both = replace(private, devices={**on_cpu.devices, **private.devices})
+    with pytest.raises(MemprofError, match="private run was on cpu, cuda:0 and the vanilla one on cuda:0"):
+        dp_tax(on_both, vanilla)
     with pytest.raises(MemprofError, match="the private profile has no device"):
         dp_tax(replace(private, devices={}), vanilla)
+
+
+def test_peaks_of_the_counters_have_no_modules(tmp_path: Path) -> None:
+    profiles = profile_in(tmp_path / "a", private_file()), profile_in(tmp_path / "b", vanilla_file())
+    for profile in profiles:
+        profile.devices["cuda:0"].peak.modules = {}
+    tax = dp_tax(*profiles).devices["cuda:0"]
+    assert tax.modules == {"": tax.categories}
 
 
 def test_two_private_runs_are_refused(tmp_path: Path) -> None:

@@ -162,6 +162,9 @@ def test_comparisons(killed: Path, real: Profile) -> None:
         == f"the first run was on a real device and the second run was on a {NAME}: they differ by more than the code"
     )
     assert diff_profiles(virtual, virtual)["notes"] == [f"both runs were on a {NAME}"]
+    smaller = replace(virtual, virtual=replace(virtual.virtual, memory_bytes=2**30))
+    (other,) = diff_profiles(virtual, smaller)["notes"]
+    assert other.startswith(f"the first run was on a {NAME} and the second run was on a virtual NVIDIA H200 (1.00 GiB)")
     assert NAME in diff_markdown(diff_profiles(virtual, virtual))
     assert f"note: the private run was on a {NAME} and the vanilla run" in printed(print_tax, dp_tax(virtual, real))
     assert "note" not in printed(print_tax, dp_tax(real, real))

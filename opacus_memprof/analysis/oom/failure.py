@@ -254,7 +254,7 @@ def is_crowded_by_others(memory: DeviceMemory) -> bool:
         and memory.device is not None
         and memory.others - CONTEXT >= max(_WORTH_A_SUGGESTION, memory.device // 50)
         and memory.may_reserve is not None
-        and (memory.limit is None or memory.may_reserve < memory.limit)
+        and memory.limit is None
     )
 
 

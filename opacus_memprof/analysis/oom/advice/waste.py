@@ -384,12 +384,7 @@ def expandable_segments(case: Case) -> Iterator[Suggestion]:
 def other_processes(case: Case) -> Iterator[Suggestion]:
     """Suggests ending other processes on the device if this run needs the memory that they use."""
     memory = case.memory
-    if (
-        not is_crowded_by_others(memory)
-        or memory.others is None
-        or memory.may_reserve is None
-        or memory.limit is not None
-    ):
+    if not is_crowded_by_others(memory) or memory.others is None or memory.may_reserve is None:
         return
     instant = case.peak()
     without_others = memory.may_reserve + memory.others - CONTEXT
