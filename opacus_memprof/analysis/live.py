@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from opacus_memprof.analysis.names import Names
-from opacus_memprof.analysis.profile import is_being_written
+from opacus_memprof.analysis.profile import is_being_written, refuse_no_directory
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, META
@@ -79,6 +79,9 @@ class ProfileFollower:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        refuse_no_directory(self.directory)
+        if not (self.directory / EVENTS).exists():
+            raise MemprofError(f"{directory} holds no profile: there is no {EVENTS} in it")
         try:
             self._follower = core.Follower(str(directory))
         except RuntimeError as error:
@@ -130,12 +133,12 @@ def directory_of_process(pid: int) -> Path:
     """Returns the directory into which a running process writes its profile, from its open event file.
 
     Raises:
-        MemprofError: the process does not exist, is another user's, or is not profiled.
+        MemprofError: the process does not exist, cannot be read, or is not profiled.
     """
     try:
         files = list(Path(f"/proc/{pid}/fd").iterdir())
     except PermissionError:
-        raise MemprofError(f"process {pid} is another user's: give the directory of its profile") from None
+        raise MemprofError(f"process {pid} cannot be read from here: give the directory of its profile") from None
     except OSError:
         raise MemprofError(f"there is no process {pid}: give the directory of a profile") from None
     for file in files:

@@ -180,6 +180,12 @@ def build_profile_from_counters(
     )
 
 
+def refuse_no_directory(path: Path) -> None:
+    """Raises MemprofError if `path` is not a directory."""
+    if not path.is_dir():
+        raise MemprofError(f"{path} is {'a file' if path.exists() else 'not there'}: give the directory of a profile")
+
+
 def load_profile(directory: str | os.PathLike[str]) -> Profile:
     """Loads the profile of a directory.
 
@@ -191,8 +197,7 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
         MemprofError: the directory does not exist, or holds no profile of this version with all fields.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise MemprofError(f"{path} is {'a file' if path.exists() else 'not there'}: give the directory of a profile")
+    refuse_no_directory(path)
     summary = path / PROFILE
     if not summary.exists():
         if not (path / EVENTS).exists():

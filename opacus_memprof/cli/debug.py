@@ -366,7 +366,7 @@ def bisect(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
     ] = None,
     good: Annotated[
         str, typer.Option(metavar="PACKAGE==VERSION", show_default=False, help="A release that needed less memory.")

@@ -34,7 +34,7 @@ def plan(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script or module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
     gpu: Annotated[

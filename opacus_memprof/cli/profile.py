@@ -39,7 +39,7 @@ def run(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT.py", show_default=False, help="The script or module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", show_default=False, help="Arguments of the script.")
+        list[str] | None, typer.Argument(metavar="ARGS", show_default=False, help="Arguments of the script.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Directory of the profile.")] = Path(
@@ -105,7 +105,9 @@ def _refuse_to_attach(pid: int) -> None:
         mapped = (process / "maps").read_text(encoding="utf-8", errors="replace")
         files = list((process / "fd").iterdir())
     except PermissionError:
-        raise MemprofError(f"process {pid} is another user's: attach as that user") from None
+        raise MemprofError(
+            f"process {pid} cannot be read from here: attach as its user, with a debugger's rights"
+        ) from None
     except OSError:
         raise MemprofError(f"there is no process {pid}, or it has just ended: give the id of a running one") from None
     for file in files:

@@ -32,7 +32,11 @@ def describe_outcome(row: Row) -> str:
     if row.peak:
         words.append(tr("peak {size} in {phase}", size=format_bytes(row.total_bytes), phase=row.peak.phase))
     if row.step_ms is not None:
-        words.append(tr("{time:.3g} ms a step", time=row.step_ms))
+        seconds = row.step_ms / 1000
+        is_long = seconds >= 0.9995  # would be 1e+03 ms
+        words.append(
+            tr("{time:.3g} s a step", time=seconds) if is_long else tr("{time:.3g} ms a step", time=row.step_ms)
+        )
     if failed := row.failed_allocation:
         size = format_bytes(failed.requested_bytes)
         words.append(tr("{size} more for {category} did not fit", size=size, category=failed.category))

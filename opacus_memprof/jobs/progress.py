@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the progress of many runs: a line for each that has ended, and a bar with the time left."""
 
+import math
 from datetime import timedelta
 from types import TracebackType
 
@@ -33,10 +34,15 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def _format_time_left(task: Task) -> str:
+    """Returns "" when all runs have ended."""
+    if task.total and task.completed >= task.total:
+        return ""
     left = time_left(task.elapsed or 0.0, task.fields["at_last"], int(task.completed), int(task.total or 0))
     if left is None:
         return tr("time left: not known yet")
-    return tr("about {time} left", time=timedelta(seconds=round(left)))
+    if not left:  # the run takes longer than those before
+        return tr("time left: longer than estimated")
+    return tr("about {time} left", time=timedelta(seconds=math.ceil(left)))
 
 
 class ProgressBoard:
@@ -84,12 +90,10 @@ class ProgressBoard:
     @property
     def position(self) -> str:
         """The number of ended runs, and the time left: `3 of 9, about 0:01:00 left`."""
-        return tr(
-            "{ended:.0f} of {total:.0f}, {time_left}",
-            ended=self._task.completed,
-            total=self._task.total,
-            time_left=_format_time_left(self._task),
-        )
+        ended, total = self._task.completed, self._task.total
+        if left := _format_time_left(self._task):
+            return tr("{ended:.0f} of {total:.0f}, {time_left}", ended=ended, total=total, time_left=left)
+        return tr("{ended:.0f} of {total:.0f}", ended=ended, total=total)
 
     def add(self, runs: int) -> None:
         """Adds runs to the total."""

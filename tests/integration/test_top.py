@@ -172,6 +172,13 @@ def test_a_running_program_is_recorded_from_now_on(tmp_path: Path, monkeypatch: 
         assert running.poll() is None
 
 
+def test_a_directory_without_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(MemprofError, match="nowhere is not there: give the directory of a profile"):
+        ProfileFollower(tmp_path / "nowhere")
+    with pytest.raises(MemprofError, match=r"holds no profile: there is no events\.bin in it"):
+        ProfileFollower(tmp_path)
+
+
 def test_what_cannot_be_attached_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PROGRAM)
@@ -182,7 +189,9 @@ def test_what_cannot_be_attached_to(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             attach(running.pid)
         with monkeypatch.context() as others:
             others.setattr(Path, "read_text", Mock(side_effect=PermissionError))
-            with pytest.raises(MemprofError, match=f"process {running.pid} is another user's: attach as that user"):
+            with pytest.raises(
+                MemprofError, match=f"process {running.pid} cannot be read from here: attach as its user"
+            ):
                 attach(running.pid)
     with (
         program("-m", "opacus_memprof", "run", "train.py", "torch") as running,

@@ -80,7 +80,7 @@ def test_no_translation_is_left_over() -> None:
             own = re.findall("[A-Za-z]{3,}", re.sub(r"\{\w+\}", "", message))
             assert all(word.lower().removesuffix("s") in told for word in own), message
         if context == "sentence":
-            assert all(any(fragment.strip(" .,") in text for text in used | kinds) for fragment in fragments), message
+            assert all(any(fragment.strip(" .,:") in text for text in used | kinds) for fragment in fragments), message
 
 
 def test_no_label_of_a_page_is_missing() -> None:
@@ -151,8 +151,10 @@ def is_chinese(sentence: str, least_words: int = 0) -> bool:
 
 def is_wholly_chinese(sentence: str) -> bool:
     """Whether the command line prints it in Chinese, and not only some parts of it."""
-    rest = re.sub("`.*?`", "", language.tr_sentence(sentence, 2))
-    return is_chinese(sentence, 2) and not re.search("([a-z']+ ){3}[a-z']+", rest)
+    rest = re.sub(r"`.*?`|pip install \S+", "", language.tr_sentence(sentence, 2))
+    return is_chinese(sentence, 2) and not re.search(
+        r"([a-z']+ ){2}[a-z']+|\b(the|is|not|there|give|use|of)\b", rest, re.ASCII
+    )
 
 
 SHOWN = (
@@ -247,6 +249,54 @@ def test_no_refusal_is_missing() -> None:
     with in_language("zh"):
         missing = [text for text in found if not is_wholly_chinese(text)]
     assert missing == []
+
+
+def worded(expression: ast.expr) -> Iterator[str]:
+    """The texts that an expression can be."""
+    match expression:
+        case ast.IfExp(body=body, orelse=otherwise):
+            yield from (*worded(body), *worded(otherwise))
+        case ast.BoolOp(values=values):
+            yield from (text for value in values for text in worded(value))
+        case _:
+            yield as_printed(expression)
+
+
+def parts_of_refusals() -> Iterator[str]:
+    """The package's own words that stand in the places of refusals, as far as the same function chooses them."""
+    for path in PACKAGE.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                nodes = list(ast.walk(function))
+                assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+                for node in nodes:
+                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFUSING:
+                        places = [part.value for part in ast.walk(node) if isinstance(part, ast.FormattedValue)]
+                        names = {ast.unparse(place) for place in places}
+                        chosen = [each.value for each in assigned if ast.unparse(each.targets[0]) in names]
+                        yield from (text for expression in (*places, *chosen) for text in worded(expression))
+
+
+# Refusals of which another function says a part.
+PUT_TOGETHER = (
+    "/tmp/x holds files that are not a profile, and was not changed: choose another directory",
+    "/tmp/x.json is not the profiler's, because it lacks devices: remove it, or profile again",
+    "/tmp/x.json is not the profiler's, because devices should be a list and is text: profile again",
+    "/tmp/x.json is not the profiler's (cut off): remove it, or run the experiment again",
+    "opacus-memprof's extension has not been built: in opacus-memprof's source tree run `pip install .`",
+    "flash_clip's extension cannot be loaded (built for torch 2.14.0, but torch 2.15.0 is installed): build "
+    "from source: `pip install x`",
+    "/tmp/repository has no commit 0123 (fatal)",
+)
+
+
+def test_no_part_of_a_refusal_is_missing() -> None:
+    found = {text.strip() for text in parts_of_refusals() if re.search("[a-z]+ [a-z]+ [a-z]+", text)}
+    assert len(found) > 10
+    with in_language("zh"):
+        missing = [text for text in (*found, *PUT_TOGETHER) if not is_chinese(text)]
+        half = [text for text in PUT_TOGETHER if not is_wholly_chinese(text)]
+    assert missing == half == []
 
 
 def test_a_command_refuses_in_chinese(

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from opacus_memprof.experiments.engine import show_row
 from opacus_memprof.experiments.result import ProgressLog
+from opacus_memprof.experiments.summary import describe_outcome
 from opacus_memprof.jobs.progress import ProgressBoard, time_left
 from tests.unit.sweep_results import BASE, a_row, failed, finished, out_of_memory
 
@@ -23,27 +24,48 @@ def test_the_others_take_as_long_as_those_before() -> None:
 
 def test_runs_that_are_added_later_count() -> None:
     text = io.StringIO()
-    with ProgressBoard(Console(file=text, width=200), "runs") as board:
+    now = 0.0
+    with ProgressBoard(Console(file=text, width=200, get_time=lambda: now), "runs") as board:
         board.add(2)
+        now = 60.5
         board.advance()
-        assert board.position == "1 of 2, about 0:00:00 left"
+        assert board.position == "1 of 2, about 0:01:01 left"
         board.add(1)
-        assert board.position.startswith("1 of 3, ")
+        assert board.position == "1 of 3, about 0:02:01 left"
     assert "1/3 runs," in text.getvalue()
+
+
+def test_no_time_left_is_claimed_when_all_runs_ended_or_one_takes_long() -> None:
+    text = io.StringIO()
+    now = 0.0
+    with ProgressBoard(Console(file=text, width=200, get_time=lambda: now), "runs", 2) as board:
+        now = 60.0
+        board.advance()
+        now = 121.0
+        assert board.position == "1 of 2, time left: longer than estimated"
+        board.advance()
+        assert board.position == "2 of 2"
+    assert text.getvalue().rstrip().endswith(" 2/2 runs, 0:02:01")
+
+
+def test_a_step_of_seconds_is_not_said_in_milliseconds() -> None:
+    assert "2.58 s a step" in describe_outcome(a_row("one", "", finished(BASE) | {"avg_time_ms": 2581.7}))
 
 
 def test_what_is_said_of_a_cell() -> None:
     text = io.StringIO()
-    with ProgressBoard(Console(file=text, width=200), "configurations, 2 at once", 3) as board:
+    now = 0.0
+    with ProgressBoard(Console(file=text, width=200, get_time=lambda: now), "configurations, 2 at once", 3) as board:
+        now = 4.0
         show_row(board, a_row("one", "", finished(BASE)))
         show_row(board, a_row("two", "", out_of_memory(BASE)))
         show_row(board, a_row("three", "", failed(BASE)))
     lines = text.getvalue().splitlines()
     line = "one  finished, peak 1152.00 MB in backward, 12.5 ms a step"  # 1 GiB, 128 MiB, 300 B
-    assert lines[0] == f"{line}  [1 of 3, about 0:00:00 left]"
+    assert lines[0] == f"{line}  [1 of 3, about 0:00:08 left]"
     line = "two  out of memory, peak 1152.00 MB in backward, 3072.00 MB more for per_sample_gradients did not fit"
     assert lines[1].startswith(f"{line}  [2 of 3, ")
-    assert lines[2].startswith("three  failed: ValueError while loading the model: no  [3 of 3, ")
+    assert lines[2].startswith("three  failed: ValueError while loading the model: no  [3 of 3]")
     assert "3/3 configurations, 2 at once," in lines[-1]
 
 

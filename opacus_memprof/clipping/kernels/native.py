@@ -24,7 +24,7 @@ try:
     if reason := why_torch_does_not_fit(
         _build_info, torch.__version__, torch.version.cuda, Path(torch.__file__).parent
     ):
-        raise ImportError(f"it was {reason}")
+        raise ImportError(reason)
     from opacus_memprof._clipping import (
         ModuleHook,
         OperationLog,
