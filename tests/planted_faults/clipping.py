@@ -145,8 +145,8 @@ FAULTS = [
     ),
     Fault(
         "dropped_samples_stay",
-        "bookkeeping/__init__.py",
-        "            own = each.select(own)\n",
+        "bookkeeping/backward_pass.py",
+        "        factors = self.select(factors)\n",
         "",
         "Samples whose norm is not finite stay in the sum.",
         integration(f"{_STATE}::dropped_samples_add_nothing"),

@@ -16,7 +16,6 @@ from opacus_memprof.clipping.arguments import ClipRule, Nonfinite
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass, Factors, Limit, NormCheck, limit_of_batch
 from opacus_memprof.clipping.forwards.state import GivenRows, check_given_once
 from opacus_memprof.clipping.layers import KeptTensors, Layer
-from opacus_memprof.clipping.layers.small_layers import Splits, pop_small_products, pop_small_sums
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, sum_dtype
 from opacus_memprof.errors import MemprofError
 
@@ -447,31 +446,4 @@ class Bookkeeping:
             self.dropped_in_all += len(each.dropped)
             self.limit.add(each.limit)
         for each, own in zip(passes, factors, strict=True):
-            while each.sums:
-                parameter, total = each.sums.popitem()
-                yield parameter, total.to(sum_dtype(parameter.dtype))
-            if own is None:
-                continue
-            own = each.select(own)
-            while each.shared:
-                parameter, shared = each.shared.popitem()
-                of_parameter = own[parameter] if isinstance(own, dict) else own
-                yield parameter, shared.clipped_sum(of_parameter, self.workspace)
-            if not isinstance(own, dict):
-                yield from pop_small_sums(each.kept, own)
-                # A model may have hundreds of small layers; their tensors are released here.
-                each.kept = {layer: kept for layer, kept in each.kept.items() if kept.stacks or kept.pair is not None}
-            splits = None if isinstance(own, dict) else Splits(each.kept, own)
-            while each.kept:
-                if splits is not None and (sums := pop_small_products(each.kept, splits, self.workspace)):
-                    yield from sums
-                    continue
-                layer, kept = each.kept.popitem()
-                if isinstance(own, dict):
-                    for parameter, part in kept.split():
-                        yield from layer.clipped_sums(part, own[parameter], self.workspace)
-                else:
-                    norms = next(iter(kept.norms.values()))
-                    assert norms is not None
-                    split = None if splits is None or kept.lost is None else splits.of(layer)
-                    yield from layer.clipped_sums(kept, own.to(norms), self.workspace, split)
+            yield from each.pop_clipped_sums(own, self.workspace)

@@ -7,7 +7,7 @@ Norms must be finite, and clipped sums not larger than their samples allow. The 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,8 +19,13 @@ from opacus_memprof.clipping.forwards.state import GivenRows
 from opacus_memprof.clipping.kernels.norms import norms_of_sums
 from opacus_memprof.clipping.layers import KeptTensors, Layer
 from opacus_memprof.clipping.layers.shared import SharedGradient
-from opacus_memprof.clipping.layers.small_layers import find_deferred_norms
-from opacus_memprof.clipping.workspace import Workspace
+from opacus_memprof.clipping.layers.small_layers import (
+    Splits,
+    find_deferred_norms,
+    pop_small_products,
+    pop_small_sums,
+)
+from opacus_memprof.clipping.workspace import Workspace, sum_dtype
 from opacus_memprof.errors import MemprofError
 
 _TOLERANCE = 1e-3  # relative, for rounding
@@ -247,6 +252,47 @@ class BackwardPass:
         if isinstance(factors, dict):
             return {parameter: own[samples] for parameter, own in factors.items()}
         return factors[samples]
+
+    def pop_clipped_sums(
+        self, factors: Factors | None, workspace: Workspace
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields each parameter once, with its clipped sum, and releases the kept tensors.
+
+        Sums of low-precision parameters are float32.
+
+        Args:
+            factors: the clip factors; None if a second backward has already formed the sums.
+            workspace: limit on the temporaries of a layer.
+        """
+        while self.sums:
+            parameter, total = self.sums.popitem()
+            yield parameter, total.to(sum_dtype(parameter.dtype))
+        if factors is None:
+            return
+        factors = self.select(factors)
+        while self.shared:
+            parameter, shared = self.shared.popitem()
+            of_parameter = factors[parameter] if isinstance(factors, dict) else factors
+            yield parameter, shared.clipped_sum(of_parameter, workspace)
+        if isinstance(factors, dict):
+            while self.kept:
+                layer, kept = self.kept.popitem()
+                for parameter, part in kept.split():
+                    yield from layer.clipped_sums(part, factors[parameter], workspace)
+            return
+        yield from pop_small_sums(self.kept, factors)
+        # A model may have hundreds of small layers; their tensors are released here.
+        self.kept = {layer: kept for layer, kept in self.kept.items() if kept.stacks or kept.pair is not None}
+        splits = Splits(self.kept, factors)
+        while self.kept:
+            if sums := pop_small_products(self.kept, splits, workspace):
+                yield from sums
+                continue
+            layer, kept = self.kept.popitem()
+            norms = next(iter(kept.norms.values()))
+            assert norms is not None
+            split = None if kept.lost is None else splits.of(layer)
+            yield from layer.clipped_sums(kept, factors.to(norms), workspace, split)
 
     def release_shared(self) -> None:
         """Drops everything except the norms."""
