@@ -133,8 +133,11 @@ def _imported(path: str) -> Executor:
     for attribute in attributes.split("."):
         found = getattr(found, attribute)
     executor = found()
-    if not isinstance(executor, Executor):
-        raise MemprofError(f"{path} returns a {type(executor).__name__}: return a concurrent.futures.Executor")
+    if not isinstance(executor, Executor) or type(executor).submit is Executor.submit:  # the abstract class
+        raise MemprofError(
+            f"{path} returns an object of type {type(executor).__name__}: return a concurrent.futures.Executor that "
+            "runs calls"
+        )
     return executor
 
 

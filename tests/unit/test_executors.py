@@ -120,7 +120,11 @@ def test_after_its_end_no_call_is_tried_again() -> None:
         ("nowhere:make", r"the executor nowhere:make cannot be made \(ModuleNotFoundError"),
         (f"{__name__}:nothing", "AttributeError"),
         (f"{__name__}:fails", "OSError: no route to the scheduler"),
-        (f"{__name__}:no_executor", "returns a str: return a concurrent.futures.Executor"),
+        (
+            f"{__name__}:no_executor",
+            "returns an object of type str: return a concurrent.futures.Executor that runs calls",
+        ),
+        ("concurrent.futures:Executor", "returns an object of type Executor: return "),
     ],
 )
 def test_what_is_not_an_executor_is_refused_in_a_sentence(name: str, message: str) -> None:
