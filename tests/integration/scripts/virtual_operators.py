@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All of torch's operators on small inputs, in place as well: what a virtual GPU gives, compared with the CPU.
 
-`python virtual_operators.py SHARD SHARDS [NAME...]` prints as JSON, for each operator of the shard, one of
+`python virtual_operators.py SAMPLES SHARD SHARDS [NAME...]` prints as JSON, for each operator of the shard, one of
 
 * equal: the same values as on the CPU, or the same shapes where they are random or undefined
 * said: other values, and reading them was counted
@@ -32,7 +32,6 @@ from opacus_memprof.virtual_gpu import values  # noqa: E402
 
 warnings.simplefilter("ignore")
 
-SAMPLES = 3  # of each operator
 # Their results are memory that nothing has written.
 _UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 _UNDEFINED |= {"resize_", "resize_as_"}
@@ -109,7 +108,8 @@ def random(operator: Any, sample: Any) -> bool:
     return any(word in operator.name for word in (*words, *free))
 
 
-def run(operator: Any) -> tuple[str, str]:
+def run(operator: Any, most: int) -> tuple[str, str]:
+    """Compares at most so many samples of the operator."""
     types = operator.supported_dtypes("cpu") & operator.supported_dtypes("cuda")
     dtype = next((each for each in (torch.float32, torch.int64, torch.complex64, torch.bool) if each in types), None)
     if dtype is None or operator.variant_test_name == "partial_views":
@@ -118,7 +118,7 @@ def run(operator: Any) -> tuple[str, str]:
     order = ["equal", "said", "refused", "silent"]
     samples = operator.sample_inputs("cpu", dtype, requires_grad=False)
     in_place = [operator.inplace_variant] if operator.inplace_variant else []
-    for _, sample in zip(range(SAMPLES), samples, strict=False):
+    for _, sample in zip(range(most), samples, strict=False):
         for variant in [operator, *([] if sample.broadcasts_input else in_place)]:
             on_device = [on_cuda(sample.input), on_cuda(sample.args), on_cuda(sample.kwargs)]
             before = uses()
@@ -139,7 +139,7 @@ def run(operator: Any) -> tuple[str, str]:
 
 
 def main() -> None:
-    shard, shards, *names = sys.argv[1:]
+    most, shard, shards, *names = sys.argv[1:]
     torch.manual_seed(0)
     chosen = [each for index, each in enumerate(op_db) if index % int(shards) == int(shard)]
     found: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def main() -> None:
         if names and operator.name not in names:
             continue
         title = operator.name + (f".{operator.variant_test_name}" if operator.variant_test_name else "")
-        outcome, reason = run(operator)
+        outcome, reason = run(operator, int(most))
         found[title] = [outcome, reason]
     print(json.dumps(found))
 
