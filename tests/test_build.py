@@ -95,11 +95,17 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installation(tree: Path, python: Path, compilers: str) -> str:
-    """What pip says while it builds and installs from a source distribution, isolated as is its default."""
+def archive(tree: Path) -> Path:
+    """A source distribution."""
     script = "import opacus_memprof_build as backend; print(backend.build_sdist('dist'))"
     run(sys.executable, "-c", script, cwd=tree, PYTHONPATH=str(tree / "build_backend"))
     (archive,) = (tree / "dist").iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def installation(archive: Path, tree: Path, python: Path, compilers: str) -> str:
+    """What pip says while it builds and installs from a source distribution, isolated as is its default."""
     return run(python, "-m", "pip", "install", "--no-cache-dir", "-v", archive, cwd=tree.parent, PATH=compilers)
 
 
@@ -123,16 +129,20 @@ def test_the_part_that_reads_profiles_is_built_without_torch(tree: Path, compile
     assert "install torch, then opacus-memprof again" in run(python, "-c", script, cwd=tmp_path)
 
 
+def test_a_source_distribution_has_all_sources(archive: Path, tree: Path) -> None:
+    with tarfile.open(archive) as packed:
+        names = {Path(*Path(name).parts[1:]) for name in packed.getnames()}
+    sources = {file.relative_to(tree) for folder in ("csrc", "build_backend") for file in (tree / folder).rglob("*.*")}
+    assert {file for file in sources if file.suffix != ".pyc"} <= names
+
+
+@pytest.mark.nightly
 def test_a_source_distribution_needs_no_torch(tree: Path, tmp_path: Path) -> None:
     """Made by an isolated build in an environment of its own; building from it there says what is missing."""
     python, pip = environment_without_torch(tmp_path / "environment")
     run(*pip, "install", "-q", "build", "pip", cwd=tmp_path)
     run(python, "-m", "build", "--sdist", "--outdir", tmp_path / "dist", tree, cwd=tmp_path)
     (archive,) = (tmp_path / "dist").iterdir()
-    with tarfile.open(archive) as packed:
-        names = {Path(*Path(name).parts[1:]) for name in packed.getnames()}
-    sources = {file.relative_to(tree) for folder in ("csrc", "build_backend") for file in (tree / folder).rglob("*.*")}
-    assert {file for file in sources if file.suffix != ".pyc"} <= names
     for command in (["-m", "pip", "install", archive], ["-m", "build", "--wheel", tree]):
         ran = subprocess.run(
             [python, *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -40,6 +40,7 @@ def fake_checkout(path: Path, package: str, source: str) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_the_small_copies_on_the_cpu(tmp_path: Path) -> None:
     engine = "class PrivacyEngine:\n    def __init__(self, *args, **kwargs): raise ValueError('no such layer | here')\n"
     fastdp = fake_checkout(tmp_path / "a", "fastDP", engine)

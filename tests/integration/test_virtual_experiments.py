@@ -104,7 +104,7 @@ def shares_of_memory(processes: list[psutil.Process]) -> int:
     return total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_document_s_suite_gives_its_figures_in_90_seconds_and_2_gb(tmp_path: Path) -> None:
     """Requirement 001: its rows, less what docs/experiments.md says that its program does otherwise."""
     modes = ["vanilla", "ghost", "flash_clip"]
