@@ -106,7 +106,7 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("mode", "network", "compile", "backend"),
     [
-        ("vanilla", Model, in_place, "eager"),
+        pytest.param("vanilla", Model, in_place, "eager", marks=pytest.mark.nightly),
         ("vanilla", layers, as_wrapper, "aot_eager"),
         ("hooks", Model, as_wrapper, "aot_eager"),
         ("hooks", layers, in_place, "eager"),

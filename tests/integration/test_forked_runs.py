@@ -51,9 +51,9 @@ def comparable(run: VirtualRun) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("script", "arguments", "memory"),
     [
-        ("train_cuda.py", ["--batch", "64"], None),
+        pytest.param("train_cuda.py", ["--batch", "64"], None, marks=pytest.mark.nightly),
         ("train_cuda.py", ["--width", "512", "--batch", "1024"], 2**30),
-        ("train_to_plan.py", ["--batch-size", "3"], None),
+        pytest.param("train_to_plan.py", ["--batch-size", "3"], None, marks=pytest.mark.nightly),
         ("train_poisson.py", [], None),
     ],
     ids=["fits", "does not fit", "without Opacus", "drawn batches"],

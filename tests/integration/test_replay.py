@@ -49,7 +49,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("train_fragments.py", ()), ("train_cuda.py", ("--width", "512", "--batch", "96"))]
+    ("script", "arguments"),
+    [
+        ("train_fragments.py", ()),
+        pytest.param("train_cuda.py", ("--width", "512", "--batch", "96"), marks=pytest.mark.nightly),
+    ],
 )
 def test_settings_reserve_what_a_run_with_them_does(ran: Ran, script: str, arguments: tuple[str, ...]) -> None:
     runs = {settings: ran(settings, script, *arguments) for settings in TRIED}
