@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import ENVIRONMENT, interpreter
+
 FORKS = """
 import os, signal, threading
 
@@ -97,7 +99,7 @@ if __name__ == "__main__":
     ("method", "parent", "expected"),
     [
         ("fork", "imported", ["True True"]),
-        ("spawn", "used", ["True True"]),
+        pytest.param("spawn", "used", ["True True"], marks=pytest.mark.nightly),
         ("fork", "used", ["refused"]),
         ("fork", "recording", ["refused", "True"]),
         ("spawn", "recording", ["True True", "True"]),
@@ -106,8 +108,8 @@ if __name__ == "__main__":
 def test_a_child_records_or_is_refused(method: str, parent: str, expected: list[str], tmp_path: Path) -> None:
     """Never does it record nothing without a word."""
     (tmp_path / "program.py").write_text(SESSIONS)
-    program = [sys.executable, str(tmp_path / "program.py"), method, parent, str(tmp_path)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    program = [*interpreter(), str(tmp_path / "program.py"), method, parent, str(tmp_path)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert len(lines) == len(expected), ended

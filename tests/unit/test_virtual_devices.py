@@ -7,7 +7,6 @@ And what a process has of them: memory, ranks and their store, caches of compile
 import importlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from opacus_memprof.virtual_gpu.devices import GPUS, LIMITS
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES, check_machine
 from opacus_memprof.virtual_gpu.simulated_rank import SimulatedRank, check_ranks, local_world_size
 from opacus_memprof.virtual_gpu.store import SingleRankStore
+from tests.warm_python import ENVIRONMENT, interpreter
 
 # From NVIDIA's data sheets: the label's GiB, GB/s of memory, TFLOP/s of float32 outside tensor cores.
 SHEETS = {
@@ -112,7 +112,8 @@ p = torch.cuda.get_device_properties(0)
 print(p.name, p.major, p.minor, p.multi_processor_count, p.total_memory, p.L2_cache_size, sep="|")
 print(p.max_threads_per_multi_processor, p.shared_memory_per_multiprocessor, p.shared_memory_per_block_optin, sep="|")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    command = [*interpreter(), "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
     first, second = done.stdout.splitlines()
     assert first == "NVIDIA A100-SXM4-40GB|8|0|108|42298834944|41943040"
     assert second == "2048|167936|166912"

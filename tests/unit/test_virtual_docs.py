@@ -17,6 +17,7 @@ from opacus_memprof.cli.options import VirtualGpuOptions
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.virtual_gpu import describe
 from opacus_memprof.virtual_gpu.devices import GPUS
+from tests.warm_python import ENVIRONMENT, interpreter
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "virtual_gpu.md").read_text(encoding="utf-8")
@@ -43,10 +44,7 @@ def test_its_example_runs_and_its_keys_are_those_of_a_profile(tmp_path: Path) ->
     (block,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
     printing = "\nprint('keys:', *virtual_gpu.describe_run(), sep='\\n')"
     ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{block}{printing}"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+        [*interpreter(), "-c", block + printing], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT
     )
     assert ran.returncode == 0, ran.stderr
     keys = re.findall(r"^\| (`[a-z_`, ]+`) \|", DOCUMENT.partition("## How reports mark it")[2], re.MULTILINE)
