@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flash_clip clips modules of every kind as clipping by hand does, one sample at a time."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -307,3 +308,15 @@ def test_adapters_that_are_registered_for_each_forward() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), AdaptedInForward(), nn.Linear(WIDTH, 3)).double()
     batch = {"x": torch.randn(SAMPLES, WIDTH, dtype=torch.float64)}
     assert difference(model, batch, lambda model, batch: model(batch["x"]).square().flatten(1).sum(1)) < 1e-9
+
+
+def test_operations_that_vmap_does_not_know_are_no_news() -> None:
+    """torch asks to report them, but it is flash_clip that has put the module into vmap."""
+    build, batch = MODELS["weight_norm"]
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert difference(randomized(build), batch(), losses) < 1e-8
+        assert not [each for each in caught if "batching rule" in str(each.message)]
+        torch.func.vmap(torch.histc)(torch.randn(3, 4))  # a program's own vmap still says so
+        assert [each for each in caught if "batching rule" in str(each.message)]

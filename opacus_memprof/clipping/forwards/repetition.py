@@ -9,7 +9,7 @@ a way reproduces the module's output.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -207,7 +207,7 @@ class Repetition:
             return result
 
         with torch.no_grad():  # torch.func has an autograd of its own
-            found: Gradients = vmap(of_one, randomness="error")([leaves[i] for i in has_samples], gradients)
+            found: Gradients = _vmapped(of_one, [leaves[i] for i in has_samples], gradients)
         return found
 
     def _looped(self, call: Call, leaves: list[Any], gradients: list[torch.Tensor]) -> Gradients:
@@ -285,11 +285,23 @@ class Repetition:
                 inputs[i] = leaf
             return tuple(call.run(self.module, self.values, inputs))
 
-        found: tuple[torch.Tensor, ...] = vmap(of_one, randomness="error")([leaves[i] for i in has_samples])
-        return list(found)
+        return list(_vmapped(of_one, [leaves[i] for i in has_samples]))
 
     def _fresh(self) -> Gradients:
         return {name: value.detach() for name, value in self.values.items()}
+
+
+def _vmapped(function: Callable[..., Any], *args: Any) -> Any:
+    """Applies a function to all samples at once.
+
+    vmap's warning about operations that have no rule for batches asks for reports about operations that the program
+    has not put into vmap: nobody can act on it.
+    """
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        return vmap(function, randomness="error")(*args)
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
 
 
 @contextmanager
