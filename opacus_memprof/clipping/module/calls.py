@@ -4,21 +4,21 @@
 import functools
 import threading
 import warnings
-from dataclasses import dataclass, field
+from collections import UserDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
-from opacus_memprof.clipping.proof.batches import (
-    alias_leaves,
-)
+from opacus_memprof.clipping.proof.batches import alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.situations import Situation
@@ -213,6 +213,38 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
+def open_objects(arguments: Any) -> None:
+    """Makes torch's trees see the tensors in dataclasses and mappings among a model's arguments.
+
+    Their types are registered for this process, as programs do themselves with types of their own.
+    """
+    for leaf in tree_flatten(arguments)[0]:
+        if isinstance(leaf, torch.Tensor) or not (is_dataclass(leaf) or isinstance(leaf, UserDict)):
+            continue
+        if isinstance(leaf, (type, torch.nn.Module)) or not tensors_in(leaf):
+            continue
+        cls = type(leaf)
+        register_pytree_node(cls, _attributes, functools.partial(_made, cls), flatten_with_keys_fn=_named_attributes)
+        open_objects(leaf)
+
+
+def _attributes(instance: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = vars(instance) if hasattr(instance, "__dict__") else [each.name for each in fields(instance)]
+    return [getattr(instance, name) for name in names], tuple(names)
+
+
+def _named_attributes(instance: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    values, names = _attributes(instance)
+    return [(GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], names
+
+
+def _made(cls: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
+    instance = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(instance, name, value)  # also if it is frozen
+    return instance
+
+
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Returns the length of the first tensor among the model's inputs."""
     for leaf in tree_flatten((args, kwargs))[0]:
@@ -220,7 +252,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             return len(leaf)
     raise MemprofError(
         "flash_clip needs a tensor among the model's inputs whose first dimension is the batch: pass tensors, or "
-        "tuples, lists and dictionaries of them, instead of strings, arrays and objects of other kinds."
+        "tuples, lists, dictionaries and dataclasses of them, instead of strings, arrays and objects of other kinds."
     )
 
 

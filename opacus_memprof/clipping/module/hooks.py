@@ -42,6 +42,7 @@ from opacus_memprof.clipping.module.calls import (
     detach_for_two_passes,
     device_of,
     one_pass_fits,
+    open_objects,
     wheres_by_shape,
 )
 from opacus_memprof.clipping.proof.batches import alias_cached_tensors, tensors_in
@@ -277,6 +278,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if torch._C._current_graph_task_id() != -1 and module is not self.registry.model:
             return None  # a checkpoint runs a part of the model again, in backward
         is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
+        if not is_off:
+            open_objects((args, kwargs))
         self._call = Call(module, args, kwargs, is_off)
         self._parts.pause()
         if is_off:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of the model: keywords, nested, shared by all samples, as long as the batch by accident, no tensors."""
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +48,37 @@ def _pair(forward: Callable[..., Any], **members: Any) -> Callable[[], nn.Module
 
 def _nested(m: Any, inputs: dict[str, Any]) -> Any:
     return {"logits": [m.last(torch.tanh(m.first(inputs["x"][0])) * inputs["others"][1])]}
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A sample's nodes, which of them there are, and what is computed from both."""
+
+    nodes: torch.Tensor
+    mask: torch.Tensor
+    name: str = "a graph"
+    count: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", self.mask.sum(1, keepdim=True))
+
+
+def _of_graph(m: Any, graph: _Graph) -> torch.Tensor:
+    h = torch.tanh(m.first(graph.nodes)) * graph.mask.unsqueeze(-1)
+    return m.last(h.sum(1) / graph.count)
+
+
+def _mixes_graphs(m: Any, graph: _Graph) -> torch.Tensor:
+    h = torch.tanh(m.first(graph.nodes)) * graph.mask.unsqueeze(-1)
+    return m.last(h.sum(1) / graph.count.sum())
+
+
+def _of_mapping(m: Any, inputs: UserDict[str, torch.Tensor]) -> torch.Tensor:
+    return m.last(torch.tanh(m.first(inputs["x"])) * inputs["gate"])
+
+
+def _graph(x: torch.Tensor) -> _Graph:
+    return _Graph(x, torch.arange(x.shape[1]) <= x[:, :1, 0].abs())
 
 
 def _attended(m: Any, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -238,6 +271,15 @@ PROGRAMS = [
         _called(lambda model, x: model(x, x.shape[1] == 5)),
     ),
     Program("arguments_list_of_samples", _pair(_list_of_samples), _STEPS, "either", _list_losses),
+    Program("arguments_dataclass", _pair(_of_graph), _STEPS, "exact", _called(lambda m, x: m(_graph(x)))),
+    Program("arguments_dataclass_mixes", _pair(_mixes_graphs), _STEPS, "refused", _called(lambda m, x: m(_graph(x)))),
+    Program(
+        "arguments_mapping",
+        _pair(_of_mapping),
+        _STEPS,
+        "exact",
+        _called(lambda model, x: model(UserDict(x=x, gate=x.sigmoid()))),
+    ),
     Program(
         "arguments_two_inputs",
         _pair(_two_inputs, second=lambda: nn.Linear(6, 6)),
