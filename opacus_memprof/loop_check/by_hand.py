@@ -40,11 +40,13 @@ class Batch:
         norms: the gradient norms of the samples.
         clipped: the number of samples that were clipped.
         total: the sum of the clipped gradients, in float64.
+        gradient: the loss's gradient: the sum of the gradients without clipping, or their mean.
     """
 
     norms: list[float] = field(default_factory=list)
     clipped: int = 0
     total: Gradients = field(default_factory=dict)
+    gradient: Gradients = field(default_factory=dict)
 
 
 def clip_by_hand(batch: PhysicalBatch, bound: float | list[float], names: list[str], automatic: bool = False) -> Batch:
@@ -60,7 +62,13 @@ def clip_by_hand(batch: PhysicalBatch, bound: float | list[float], names: list[s
         NotCheckedError: the batch cannot be computed again.
     """
     result = Batch()
+    weight = 1.0
+    if batch.calls[0].root.hooks.loss_reduction == "mean":
+        weight = 1 / max(1, size_of(batch.calls[0]))
     for every in per_sample_gradients(batch):
+        for name, g in every.items():
+            share = weight * g
+            result.gradient[name] = result.gradient[name] + share if name in result.gradient else share
         gradients = {name: every[name] for name in names if name in every}
         squares = {name: float(g.square().sum()) for name, g in gradients.items()}
         norm = math.sqrt(sum(squares.values()))

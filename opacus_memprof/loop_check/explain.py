@@ -3,7 +3,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -13,16 +13,17 @@ from opacus_memprof.loop_check.records import Call, PrivateModel, first_line, li
 _MODES = ("flash_clip", "functorch", "ghost", "hooks")
 
 
-def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
+def explain(error: BaseException, roots: list[PrivateModel], held: Collection[int]) -> str | None:
     """Explains an error that Opacus raised.
 
     Args:
         error: the error, with its traceback.
         roots: the private models of the program.
+        held: ids of the parameters of its private optimizers.
 
     Returns:
         Sentences with names and causes; None if the error is not one of Opacus. Also None for foreign parameters in the
-        optimizer, which are found before its step.
+        optimizer, which are found before its step, and for parameters that it does not hold, which are found after.
     """
     message = str(error)
     if "Module parameters are different than optimizer Parameters" in message:
@@ -32,9 +33,13 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
     root = roots[-1]
     said = f"Opacus stops with {first_line(error)}."
     if "Per sample gradient not found" in message:
-        return None if foreign_parameters(_local(error, "self"), roots) else f"{said} {_WRONG_MODEL}"
+        why = _without_hooks(root, root.trained()) or _WRONG_MODEL
+        return None if foreign_parameters(_local(error, "self"), roots) else f"{said} {why}"
     if "Per sample gradient is not initialized" in message:
-        return f"{said} {_missing(root, 'grad_sample')}"
+        missing = f"{said} {_missing(root, 'grad_sample')}"
+        return None if foreign_parameters(_local(error, "self"), roots) else missing
+    if "No activations detected" in message:
+        return f"{said} The forward ran in eval mode, in which Opacus' hooks keep nothing: call train() before it."
     if "_forward_counter" in message:
         return (
             f"{said} The model that runs is a copy of the private one, whose parameters the optimizer does not have: "
@@ -48,13 +53,21 @@ def explain(error: BaseException, roots: list[PrivateModel]) -> str | None:
     if "Number of accumulated steps is inconsistent" in message:
         return f"{said} {_sample_counts(root) or _missing(root, 'grad_sample')}"
     if "not compatible with grad accumulation" in message:
+        trained = {name: p for root in roots for name, p in root.trained().items()}
+        if any(id(p) not in held for p in trained.values()):
+            return None  # zero_grad of the optimizer does not clear these
+        if any(getattr(getattr(p, "grad_sample", None), "_processed", False) for p in trained.values()):
+            return f"{said} The gradients of the last step are still there: call optimizer.zero_grad() in each step."
         return (
             f"{said} The script calls backward several times before optimizer.step(), on a loader with Poisson "
             "sampling: put the loader into a BatchMemoryManager, which splits its batches, or call make_private with "
             "poisson_sampling=False."
         )
     if "Gradients haven't been cleared" in message or "already been processed" in message:
-        return f"{said} optimizer.step() was called twice with the same gradients: call optimizer.zero_grad() after it."
+        return (
+            f"{said} Two steps had no optimizer.zero_grad() between them: call it in each step. "
+            "The model's zero_grad() does not clear what the optimizer has summed up."
+        )
     if "missing 1 required positional argument: 'closure'" in message:
         return (
             f"{said} Opacus steps the original optimizer once, without a closure: one that evaluates the loss several "
@@ -130,10 +143,21 @@ def _missing(root: PrivateModel, attribute: str) -> str:
         )
     if not without:
         return "All parameters have them now: they came after the step."
-    return (
+    return _without_hooks(root, without) or (
         f"These parameters have no per-sample gradient, because no layer with them took part in the loss: "
         f"{listed(without)}. Freeze them with requires_grad_(False) before the model is made private, or use their "
         "layers in forward; a parameter that is used outside of its own module's forward is not seen by hooks."
+    )
+
+
+def _without_hooks(root: PrivateModel, names: Iterable[str]) -> str | None:
+    trained = root.trained()
+    new = [name for name in names if not hasattr(trained[name], "_forward_counter")]  # which Opacus sets first of all
+    return (
+        f"Added or unfrozen after the model was made private, and therefore without Opacus' hooks: {listed(new)}. "
+        "Make the model private after its last change."
+        if new
+        else None
     )
 
 

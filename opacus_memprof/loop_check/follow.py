@@ -19,6 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from opacus_memprof.clipping.forwards.state import GivenRows
+from opacus_memprof.clipping.module.calls import open_objects
+from opacus_memprof.clipping.proof.explanation import reductions_of
 from opacus_memprof.loop_check.explain import explain, foreign_parameters
 from opacus_memprof.loop_check.records import (
     Call,
@@ -122,7 +125,8 @@ class Follower:
 
         After a step of another optimizer it is not: Opacus still has the gradients that the private one has not used.
         """
-        sentence = explain(error, self.roots) if not self.own_steps else None
+        held = {p for each in self.optimizers for p in each.parameters()}
+        sentence = explain(error, self.roots, held) if not self.own_steps else None
         if sentence is not None:
             self.findings.defect(sentence)
         return sentence is not None
@@ -150,6 +154,7 @@ class Follower:
                 return
             kind = next(root.model.parameters()).device.type
             cast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            open_objects((args, kwargs))
             call = Call(
                 root,
                 args=tree_map(_clone, args),
@@ -159,6 +164,7 @@ class Follower:
                 training=[each.training for each in root.model.modules()],
                 autocast=lambda: torch.autocast(kind, dtype=dtype, enabled=cast),
                 sources=self._deliveries.sources((args, kwargs)),
+                rows=_rows_of(args, kwargs),
             )
             root.recording = True
 
@@ -174,9 +180,11 @@ class Follower:
         return before
 
     def _watch(self, call: Call, output: Any) -> None:
+        open_objects(output)
         for index, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 call.outputs[index] = leaf.detach().clone()
+                call.nodes.append(leaf.grad_fn)
                 register: Any = leaf.register_hook
                 register(functools.partial(self._on_cotangent, call, index))
         if call.outputs:
@@ -197,6 +205,8 @@ class Follower:
             return original(tensors, *args, **kwargs)
         self._pass += 1
         factor = self._scale.factor_of(tensors)
+        reductions = self._reductions(tensors, *args, **kwargs)
+        before = {id(root): root.gradients() for root in self.roots}
         self._in_backward += 1
         try:
             with self._explained():
@@ -210,10 +220,21 @@ class Follower:
             if calls:
                 root.after_backward = root.per_sample_gradients()
                 self._check_changes(root)
-                batch = PhysicalBatch(calls, *factor)
+                batch = PhysicalBatch(calls, *factor, is_plain=not self._in_ghost_backward, reductions=reductions)
+                if not _is_of_several_ranks():
+                    old = before[id(root)]
+                    batch.gradients = {n: g - old[n] if n in old else g for n, g in root.gradients().items()}
+                for call in calls:
+                    call.nodes = []
                 for followed in self._optimizers_of(root):
                     followed.waiting.append(batch)
         return result
+
+    def _reductions(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> set[str]:
+        """How the loss is reduced, asked before backward releases the graph."""
+        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(losses)
+        return reductions_of(losses, given, {node for call in self._calls for node in call.nodes})
 
     def _check_changes(self, root: PrivateModel) -> None:
         """Finds a program that updates parameters by itself."""
@@ -337,7 +358,7 @@ class Follower:
     def _before_original(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._paused:
             return
-        followed = next((each for each in self.optimizers if each.optimizer.original_optimizer is optimizer), None)
+        followed = self._followed_by(optimizer)
         if followed is not None and followed.step is not None:
             root = next((root for root in self.roots if followed in self._optimizers_of(root)), None)
             if root is not None:
@@ -357,17 +378,29 @@ class Follower:
                 "own optimizer",
             )
             self.own_steps += 1
+        elif self.roots:
+            self.findings.not_checked(
+                f"what {type(optimizer).__name__} updates, which is no private optimizer ({len(held)} parameters that "
+                "are not the private model's)",
+                "where their gradients depend on the data, nothing clips them or adds noise.",
+                "others",
+            )
+
+    def _followed_by(self, original: Any) -> _Optimizer | None:
+        """Returns the private optimizer of an original one: of several, that which makes a step."""
+        own = [each for each in self.optimizers if each.optimizer.original_optimizer is original]
+        return next((each for each in own if each.step is not None), own[0] if own else None)
 
     def _after_original(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._paused:
             return
-        followed = next((each for each in self.optimizers if each.optimizer.original_optimizer is optimizer), None)
+        followed = self._followed_by(optimizer)
         if followed is not None and followed.step is not None:
             calls = [call for batch in followed.step.batches for call in batch.calls]
             check, followed.step, followed.check = followed.check, None, None
             followed.steps += 1
             if check is not None:
-                self._deliveries.check(followed.steps, calls, followed.optimizer)
+                self._deliveries.check(followed.steps, calls, followed.optimizer, check.result.samples)
                 with self._pause():
                     followed.left = check.after_update()
                 self._compare_noise(followed, check)
@@ -420,6 +453,17 @@ class Follower:
             if not self._paused:
                 self.explain(error)
             raise
+
+
+def _rows_of(args: Any, kwargs: Any) -> GivenRows | None:
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
+    return GivenRows(tensors, len(tensors[0])) if tensors else None
+
+
+def _is_of_several_ranks() -> bool:
+    """Returns whether gradients of other ranks are added to a rank's own."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _clone(x: Any) -> Any:

@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from opacus_memprof.clipping.agreement import inner_model
+from opacus_memprof.clipping.forwards.state import GivenRows
 
 T = TypeVar("T")
+_MANY = 1 << 62  # rows of a batch without tensors
 
 
 class NotCheckedError(Exception):
@@ -148,6 +150,11 @@ class PrivateModel:
         kept = tree_leaves([getattr(p, "grad_sample", None) for p in self.trained().values()])
         return [(x, x._version) for x in kept if isinstance(x, torch.Tensor)]
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients that autograd has summed up in the parameters."""
+        grads = {name: p.grad for name, p in self.trained().items()}
+        return {name: g.detach().clone() for name, g in grads.items() if g is not None and not g.is_sparse}
+
 
 @dataclass
 class Call:
@@ -158,6 +165,8 @@ class Call:
         cotangents: the gradients that arrived at them in backward.
         in_pass: the backward call in which the first one arrived.
         sources: the loaders' batches that the inputs are part of.
+        rows: the rows of memory that it was given as samples; None if there are none.
+        nodes: autograd's nodes of the outputs.
     """
 
     root: PrivateModel
@@ -171,6 +180,8 @@ class Call:
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
     in_pass: int = 0
     sources: list["Delivery"] = field(default_factory=list)
+    rows: GivenRows | None = None
+    nodes: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -182,6 +193,9 @@ class PhysicalBatch:
         scaled: whether a GradScaler scaled the loss.
         bound: the clipping bound when the optimizer clipped the batch; a list for one bound per parameter.
         is_changed: whether the program has changed the per-sample gradients after backward.
+        is_plain: whether the loss was not one of Opacus' ghost clipping.
+        reductions: how the loss is reduced over the samples, "mean" or "sum", where its graph tells.
+        gradients: what autograd itself has added to each parameter's `grad`, by name, where it does.
     """
 
     calls: list[Call]
@@ -189,6 +203,9 @@ class PhysicalBatch:
     scaled: bool
     bound: float | list[float] = 0.0
     is_changed: bool = False
+    is_plain: bool = True
+    reductions: set[str] = field(default_factory=set)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -331,6 +348,8 @@ class Deliveries:
         self._samplers: list[Any] = []  # of the loaders that make_private returned
         self._is_poisson = False
         self._drawn = 0  # private batches
+        self._rows = 0  # of private batches
+        self._samples: dict[int, int] = {}  # that an optimizer has made steps with
         self._recent: deque[Delivery] = deque(maxlen=16)
         self._others = 0  # batches of other loaders since the last step
         self._is_matched = False  # whether inputs of a step were those of a batch
@@ -364,11 +383,9 @@ class Deliveries:
         self._drawn += is_private
         # torch's trees know dicts, but not other mappings, such as those of transformers.
         leaves = tree_leaves(dict(data) if isinstance(data, Mapping) else data)
-        self._recent.append(
-            Delivery(
-                is_private, getattr(sampler, "sample_rate", 0.0), [x for x in leaves if isinstance(x, torch.Tensor)]
-            )
-        )
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self._rows += is_private * next((len(x) for x in tensors if x.dim()), _MANY)
+        self._recent.append(Delivery(is_private, getattr(sampler, "sample_rate", 0.0), tensors))
         return data
 
     def sources(self, inputs: Any) -> list[Delivery]:
@@ -377,15 +394,25 @@ class Deliveries:
         mine = [x for x in mine if len(x) and bool((x != x.flatten()[0]).any())]  # all masks of ones are equal
         return [each for each in self._recent if any(_is_part(x, y) for y in each.tensors for x in mine)]
 
-    def check(self, steps: int, calls: list["Call"], optimizer: Any) -> None:
+    def check(self, steps: int, calls: list["Call"], optimizer: Any, samples: int) -> None:
         """Checks a step, which the accountant has counted.
 
         Args:
             steps: the number of steps of this optimizer, with this one.
             calls: the calls of the step.
             optimizer: the private optimizer.
+            samples: how many samples were clipped.
         """
         self._check_accountant(float(optimizer.noise_multiplier), calls)
+        self._samples[id(optimizer)] = clipped = self._samples.get(id(optimizer), 0) + samples
+        if self._drawn and clipped > self._rows:
+            self._findings.not_checked(
+                "whether each sample is clipped once",
+                f"the model got {clipped} samples where the loader had drawn {self._rows}: where several come from one "
+                "(augmented views, windows, tokens), each is clipped by itself, and that one contributes up to the "
+                "bound several times.",
+                "copies",
+            )
         others, self._others = self._others, 0
         found = [call.sources for call in calls if call.sources]
         unknown = ""

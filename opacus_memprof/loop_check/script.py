@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20
 _NEVER_CHECKED = (
-    "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the batch)",
-    "the gradients at the model's outputs do not show them.",
+    "losses outside of the model that mix samples (a contrastive loss, a mean over all valid tokens of the batch), and "
+    "data that were mixed before it (mixup)",
+    "the model's inputs and the gradients at its outputs do not show them.",
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer
 
+from opacus_memprof.clipping.forwards.state import GivenRows
 from opacus_memprof.loop_check.by_hand import (
     Batch,
     Gradients,
@@ -113,6 +114,8 @@ class StepCheck:
             self._findings.not_checked("the clipped sum", str(error), "sum")
             by_hand = None
         self._check_loss_scale(by_hand)
+        self._check_reduction()
+        self._check_given_once()
         for p in self._trained.values():
             if id(p) not in self._step.noised and p.grad is not None:
                 self._step.noised[id(p)] = p.grad.detach().double() * self._expected_divisor()
@@ -151,12 +154,56 @@ class StepCheck:
         totals = {name: each.double() for name, each in found.items() if each is not None}
         result.errors = relative_errors(totals, expected)
         wrong = [name for name, error in result.errors.items() if error > result.tolerance]
+        outside = self._from_outside(hands)
+        if wrong and outside:
+            result.errors = {}
+            raise NotCheckedError(
+                f"the outputs of the model do not explain the gradients of {listed(outside)}: a term of the loss "
+                "comes from elsewhere, such as an attribute of the model; return what it is computed from."
+            )
         if wrong:
             self._findings.defect(self._explain_sum(wrong, totals, hands), "sum")
         else:
             self._check_norms(hands[-1])
+        if outside and not wrong:
+            self._findings.defect(
+                f"A part of the loss comes from {listed(outside)} directly and not through the outputs of the model, "
+                f"as a penalty on parameters does. grad_sample_mode={self._root.mode!r} leaves it out, so that it has "
+                "no effect: use the optimizer's weight_decay.",
+                "outside",
+            )
         self._check_mixing()
         return hands
+
+    def _from_outside(self, hands: Sequence[Batch]) -> list[str]:
+        """Returns the parameters whose gradient, as autograd finds it, is not the one by hand."""
+        found = _sum([{n: g.double() for n, g in batch.gradients.items()} for batch in self._step.batches])
+        expected = _sum([hand.gradient for hand in hands])
+        known = {name: g for name, g in expected.items() if all(name in b.gradients for b in self._step.batches)}
+        return [name for name, error in relative_errors(found, known).items() if error > self.result.tolerance]
+
+    def _check_reduction(self) -> None:
+        declared = self._root.hooks.loss_reduction
+        for other in sorted({kind for batch in self._step.batches for kind in batch.reductions} - {declared}):
+            self._findings.defect(
+                f"The loss is a {other} over the samples, but loss_reduction={declared!r} was declared: a sample's "
+                "norm, and with it what is clipped, depends on how many samples are in the batch. Pass "
+                f"loss_reduction={other!r}, or reduce the loss as declared.",
+                "reduction",
+            )
+
+    def _check_given_once(self) -> None:
+        known: list[GivenRows] = []
+        for batch in self._step.batches:
+            own = [call.rows for call in batch.calls if call.rows is not None]
+            if any(a.overlap(b) for a in own for b in known):
+                self._findings.defect(
+                    "The script calls backward several times on the same samples before a step, and each time they "
+                    "are clipped anew: one sample contributes up to the bound several times, but the noise is for "
+                    "once. Add up the losses of a sample, and call backward() once.",
+                    "same samples",
+                )
+            known += own
 
     def _check_norms(self, last: Batch) -> None:
         """Compares the norms that the mode computed. Wrong norms do not affect the sum while nothing is clipped."""
@@ -185,6 +232,11 @@ class StepCheck:
             f"{size:.3g} times as large as the one computed by hand (cosine {cosine:.3f}); {len(wrong)} of "
             f"{len(self.result.errors)} parameters are off by up to {self.result.errors[worst]:.1%} ({worst})."
         )
+        if self._root.mode == "ghost" and any(batch.is_plain for batch in self._step.batches):
+            return (
+                f"{what} The loss is not that of the criterion which make_private returned, without which ghost "
+                "clipping clips nothing: compute the loss with that criterion, and call its backward()."
+            )
         names = [name for name in expected if name in found]
         if 1 < len(hands) <= _MOST_KEPT:
             parts = torch.stack([_flat(hand.total, names) for hand in hands], 1)

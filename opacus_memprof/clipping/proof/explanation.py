@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -172,12 +172,24 @@ def reductions_of_loss() -> set[str]:
     Autograd's graph tells, where the loss, or a term of it, is a mean or a sum of values without factors. A mean that
     is multiplied may be a sum, and a sum that is multiplied or divided may be a mean.
     """
-    found: set[str] = set()
     roots = roots_of_backward()
     if len(roots) != 1:
         return set()
     (losses, arguments) = roots[0]
-    given = arguments[0] if arguments else [None] * len(losses)
+    return reductions_of(losses, arguments[0] if arguments else [None] * len(losses))
+
+
+def reductions_of(
+    losses: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], outputs: Collection[Any] = ()
+) -> set[str]:
+    """Returns the same of losses whose backward has not begun.
+
+    Args:
+        losses: the tensors from which backward starts.
+        given: their gradients.
+        outputs: the nodes of autograd's graph of the model's outputs, where these are no aliases.
+    """
+    found: set[str] = set()
     nodes: list[tuple[Any, set[str]]] = [
         (loss.grad_fn, {"mean", "sum"})
         for loss, g in zip(losses, given, strict=False)
@@ -185,18 +197,20 @@ def reductions_of_loss() -> set[str]:
     ]
     while nodes:
         node, kinds = nodes.pop()
+        if node in outputs:  # the model's own loss
+            continue
         inner = [each for each, _ in node.next_functions if each is not None]
         if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0", _ALIAS):
             nodes += [(each, kinds) for each in inner]
         elif node.name() == "DivBackward0" and len(inner) == 1:
             nodes.append((inner[0], kinds - {"sum"}))  # by the number of accumulated batches, or of samples
         else:
-            kind = _reduction(node)
+            kind = _reduction(node, outputs)
             found |= kinds & {kind or ""}
     return found
 
 
-def _reduction(node: Any) -> str | None:
+def _reduction(node: Any, outputs: Collection[Any]) -> str | None:
     """Returns the kind of a node of autograd's graph that reduces all samples' losses; None if it is not known."""
     reduction = getattr(node, "_saved_reduction", None)
     if reduction is not None:
@@ -209,7 +223,7 @@ def _reduction(node: Any) -> str | None:
     waiting, seen = [each for each, _ in node.next_functions], set()
     while waiting and kind is not None:
         inside = waiting.pop()
-        if inside is None or inside in seen or inside.name() == _ALIAS:
+        if inside is None or inside in seen or inside in outputs or inside.name() == _ALIAS:
             continue
         seen.add(inside)
         name, dims = inside.name(), getattr(inside, "_saved_dim", (0,))

@@ -3,6 +3,7 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_memprof import PrivacyEngine
 from tests.integration.scripts import private_loops_wrong
 from tests.integration.scripts.private_training import BATCH, Net, data, private, train
 
@@ -196,6 +198,130 @@ def replaced_before(mode: str) -> None:
     model = Net()
     model.head = nn.Linear(8, 4)
     train(*private(mode, model))
+
+
+def again(mode: str) -> None:
+    """A second make_private, as for a phase of its own."""
+    made = private(mode)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=made[0], optimizer=made[1], data_loader=data(), noise_multiplier=1.0, max_grad_norm=2.0
+    )
+    train(model, optimizer, made[2], loader)
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+
+
+class InObjects(Net):
+    def forward(self, given: Result, scale: float = 1.0) -> Any:
+        return Result(super().forward(given.logits))
+
+
+def objects(mode: str) -> None:
+    model, *rest = private(mode, InObjects())
+    train(lambda x: model(Result(x)).logits, *rest)
+
+
+class Kept(Net):
+    """Keeps a term of the loss in an attribute."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.norm(self.conv(x))
+        self.term = hidden.square().mean((1, 2, 3))
+        result: torch.Tensor = self.head(hidden.mean((2, 3)))
+        return result
+
+
+def kept_term(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode, Kept())
+    train(model, optimizer, lambda out, y: criterion(out, y) + model._module.term.mean(), loader)
+
+
+def outer_head(mode: str) -> None:
+    """A layer behind the private model, with an optimizer of its own."""
+    model, optimizer, criterion, loader = private(mode)
+    head = nn.Linear(4, 4)
+    own = torch.optim.SGD(head.parameters(), lr=0.1)
+    for x, y in loader:
+        criterion(head(model(x)), y).backward()
+        optimizer.step()
+        own.step()
+        optimizer.zero_grad()
+
+
+def same_samples(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_criterion(mode: str) -> None:
+    model, optimizer, _, loader = private(mode)
+    train(model, optimizer, nn.CrossEntropyLoss(), loader)
+
+
+def penalty(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode)
+    weight = model._module.conv.weight
+    train(model, optimizer, lambda out, y: criterion(out, y) + weight.square().sum(), loader)
+
+
+def sum_loss(mode: str) -> None:
+    model, optimizer, _, loader = private(mode)
+    train(model, optimizer, nn.CrossEntropyLoss(reduction="sum"), loader)
+
+
+def without_zero_grad(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode, poisson_sampling=True)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def zero_grad_of_model(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode, poisson_sampling=True)
+    for x, y in loader:
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def old_head(mode: str) -> None:
+    model, optimizer, criterion, loader = private(mode)
+    model._module.head = nn.Linear(8, 4)
+    train(model, optimizer, criterion, loader)
+
+
+def new_head(mode: str) -> None:
+    """The optimizer gets the new parameters, but Opacus has no hooks on them."""
+    model, optimizer, criterion, loader = private(mode)
+    model._module.head = nn.Linear(8, 4)
+    optimizer.param_groups[0]["params"][-2:] = list(model._module.head.parameters())
+    train(model, optimizer, criterion, loader)
+
+
+def evaluating(mode: str) -> None:
+    model, *rest = private(mode)
+    train(model.eval(), *rest)
+
+
+def part_of_model(mode: str) -> None:
+    """The optimizer holds the first layer alone, whose parameters are also the model's first."""
+    model = Net()
+    model, optimizer, loader = PrivacyEngine().make_private(  # type: ignore[assignment]
+        module=model,
+        optimizer=torch.optim.SGD(model.conv.parameters(), lr=0.1),
+        data_loader=data(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    train(model, optimizer, nn.CrossEntropyLoss(), loader)
 
 
 FUNCTIONS = {**vars(private_loops_wrong), **globals()}
