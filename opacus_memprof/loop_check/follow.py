@@ -380,8 +380,8 @@ class Follower:
             self.own_steps += 1
         elif self.roots:
             self.findings.not_checked(
-                f"what {type(optimizer).__name__} updates, which is no private optimizer ({len(held)} parameters that "
-                "are not the private model's)",
+                f"what {type(optimizer).__name__} updates, which is not a private optimizer ({len(held)} parameters "
+                "that are not the private model's)",
                 "where their gradients depend on the data, nothing clips them or adds noise.",
                 "others",
             )

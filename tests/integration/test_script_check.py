@@ -351,7 +351,7 @@ def test_a_factor_of_the_script_is_a_note() -> None:
             "kept_term",
             ["No defect was found", "do not explain the gradients of conv.weight, conv.bias"],
         ),
-        ("outer_head", ["not checked: what SGD updates, which is no private optimizer (2 parameters that are not"]),
+        ("outer_head", ["not checked: what SGD updates, which is not a private optimizer (2 parameters that are not"]),
         ("compiled", ["not checked: compiled code: torch.compile is off during the check."]),
     ],
     ids=_name_of_case,
