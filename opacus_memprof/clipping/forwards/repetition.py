@@ -297,11 +297,12 @@ def _vmapped(function: Callable[..., Any], *args: Any) -> Any:
     vmap's warning about operations that have no rule for batches asks for reports about operations that the program
     has not put into vmap: nobody can act on it.
     """
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
     try:
         return vmap(function, randomness="error")(*args)
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 @contextmanager
