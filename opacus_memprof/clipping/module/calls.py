@@ -239,7 +239,7 @@ def _named_attributes(instance: Any) -> tuple[list[tuple[Any, Any]], tuple[str, 
 
 
 def _made(cls: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
-    instance = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(instance, name, value)  # also if it is frozen
     return instance
