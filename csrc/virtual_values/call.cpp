@@ -343,7 +343,11 @@ void Call::store(const at::Tensor& output, const at::Tensor& value, State state)
     return;
   }
   if (!is_plain(output)) return store_compound(output, value, state);
-  if (output.sizes() != value.sizes() || output.scalar_type() != value.scalar_type()) {
+  // What half was widened to.
+  const bool rounded =
+      at::isReducedFloatingType(output.scalar_type()) && value.scalar_type() == at::kFloat;
+  if (output.sizes() != value.sizes() ||
+      (output.scalar_type() != value.scalar_type() && !rounded)) {
     // Some kernels leave out on one device what only their own backward reads.
     if (is_computed(state) && output.numel() > 0) count_failure(operation_.name);
     return note_not_computed(output);  // what is for the operator's own backward may differ
@@ -351,8 +355,9 @@ void Call::store(const at::Tensor& output, const at::Tensor& value, State state)
   if (output.numel() == 0) return;
   const at::Tensor alias = alias_on_cpu(output);
   if (!is_computed(state)) make_finite(value);
-  if (output.strides() == value.strides() && is_dense(output) &&
-      output.is_conj() == value.is_conj() && output.is_neg() == value.is_neg()) {
+  if (output.scalar_type() == value.scalar_type() && output.strides() == value.strides() &&
+      is_dense(output) && output.is_conj() == value.is_conj() &&
+      output.is_neg() == value.is_neg()) {
     std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
   } else {
     alias.copy_(value);

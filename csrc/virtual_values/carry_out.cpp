@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -50,11 +51,17 @@ class DefaultGenerator {
   at::Tensor before_;
 };
 
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// Widened: with float in place of half and bfloat16.
 class OnCpuArguments {
  public:
-  explicit OnCpuArguments(const Compounds& compounds) : compounds_(compounds) {}
+  OnCpuArguments(const Compounds& compounds, bool widened)
+      : compounds_(compounds), widened_(widened) {}
 
-  [[nodiscard]] c10::IValue operator()(const c10::IValue& value) const {
+  [[nodiscard]] c10::IValue operator()(const c10::IValue& value) {
     if (value.isDevice())
       return value.toDevice().is_cuda() ? c10::Device(c10::DeviceType::CPU) : value.toDevice();
     TORCH_CHECK(!value.isStorage() && !value.isStream() && !value.isCustomClass(),
@@ -62,17 +69,38 @@ class OnCpuArguments {
     return with_tensors(value, [this](const at::Tensor& tensor) { return of(tensor); });
   }
 
+  // After the call: some operators write in place without saying so, as batch norm its averages.
+  void write_back() const {
+    for (const auto& [tensor, wide] : wide_) {
+      const at::Tensor there = alias_on_cpu(tensor);
+      if (!there.to(at::kFloat).equal(wide)) there.copy_(wide);
+    }
+  }
+
  private:
-  [[nodiscard]] at::Tensor of(const at::Tensor& tensor) const {
+  [[nodiscard]] at::Tensor of(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-    if (is_plain(tensor)) return alias_on_cpu(tensor);
-    const auto found = std::find_if(compounds_.begin(), compounds_.end(),
+    if (is_plain(tensor)) return widened_ && is_half(tensor) ? wide(tensor) : alias_on_cpu(tensor);
+    const at::Tensor* const found = find(compounds_, tensor);
+    TORCH_CHECK(found != nullptr, "an argument has no counterpart on the CPU");
+    return *found;
+  }
+
+  [[nodiscard]] at::Tensor wide(const at::Tensor& tensor) {
+    if (const at::Tensor* const found = find(wide_, tensor)) return *found;
+    wide_.emplace_back(tensor, alias_on_cpu(tensor).to(at::kFloat));
+    return wide_.back().second;
+  }
+
+  static const at::Tensor* find(const Compounds& pairs, const at::Tensor& tensor) {
+    const auto found = std::find_if(pairs.begin(), pairs.end(),
                                     [&](const auto& each) { return each.first.is_same(tensor); });
-    TORCH_CHECK(found != compounds_.end(), "an argument has no counterpart on the CPU");
-    return found->second;
+    return found == pairs.end() ? nullptr : &found->second;
   }
 
   const Compounds& compounds_;
+  const bool widened_;
+  Compounds wide_;
 };
 
 }  // namespace
@@ -147,10 +175,14 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
   return generator.current_seed() * 0x9E3779B97F4A7C15ULL + offset;
 }
 
-std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
-                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed,
-                                   const Compounds& compounds) {
-  const OnCpuArguments on_cpu(compounds);
+namespace {
+
+std::vector<c10::IValue> carry_out_with(const c10::OperatorHandle& handle,
+                                        const Operation& operation,
+                                        const std::vector<c10::IValue>& arguments,
+                                        std::uint64_t seed, const Compounds& compounds,
+                                        bool widened) {
+  OnCpuArguments on_cpu(compounds, widened);
   std::vector<c10::IValue> stack;
   stack.reserve(arguments.size());
   for (const c10::IValue& argument : arguments) stack.push_back(on_cpu(argument));
@@ -162,13 +194,39 @@ std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Oper
   }
   // The CPU's default is another algorithm, which gives a rank as well.
   if (operation.name == "aten::linalg_lstsq" && stack[3].isNone()) stack[3] = std::string("gels");
-  if (operation.counterpart != nullptr) return operation.counterpart(stack);
-  if (compounds.empty()) {
+  if (operation.counterpart != nullptr) {
+    stack = operation.counterpart(stack);
+  } else if (compounds.empty()) {
     handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   } else {
     handle.callBoxed(&stack);
   }
+  on_cpu.write_back();
   return stack;
+}
+
+bool has_half(const std::vector<c10::IValue>& arguments) {
+  bool found = false;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      found = found || (tensor.is_cuda() && is_plain(tensor) && is_half(tensor));
+    });
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
+                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed,
+                                   const Compounds& compounds) {
+  try {
+    return carry_out_with(handle, operation, arguments, seed, compounds, false);
+  } catch (const std::exception&) {
+    // Some of the CPU's kernels take no half, or not with what a GPU's kernel has saved in float.
+    if (!has_half(arguments)) throw;
+    return carry_out_with(handle, operation, arguments, seed, compounds, true);
+  }
 }
 
 double expense_of(const Operation& operation, const std::vector<c10::IValue>& arguments) {

@@ -46,7 +46,8 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
 using Compounds = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 // The results of the operator for these arguments, with CUDA tensors and devices in them replaced
-// by the CPU's. What the operator writes in place is written. Throws what the CPU kernel throws.
+// by the CPU's, in float where the CPU has no kernel for half. What the operator writes in place is
+// written. Throws what the CPU kernel throws.
 std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
                                    const std::vector<c10::IValue>& arguments, std::uint64_t seed,
                                    const Compounds& compounds = {});

@@ -194,6 +194,43 @@ Values cudnn_backward(const Values& arguments) {
   return gradients_of(attention, arguments[0].toTensor(), 3);
 }
 
+// In float where it is in half, as the kernels of a GPU compute it.
+at::Tensor as_computed(const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.defined() ? tensor.scalar_type() : at::kFloat;
+  return type == at::kHalf || type == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
+}
+
+at::Tensor as_computed(const c10::IValue& value) {
+  return as_computed(defined_or(optional(value)));
+}
+
+// Without training a GPU's kernel saves what it has normalized by, and the CPU nothing.
+Values native_batch_norm(const Values& arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  const bool training = arguments[5].toBool();
+  const double epsilon = arguments[7].toDouble();
+  const at::Tensor averages = as_computed(arguments[3]), variances = as_computed(arguments[4]);
+  auto [output, mean, deviation] = at::native_batch_norm(
+      as_computed(input), as_computed(arguments[1]), as_computed(arguments[2]), averages, variances,
+      training, arguments[6].toDouble(), epsilon);
+  if (!training) {
+    mean = averages;
+    deviation = (variances + epsilon).rsqrt();
+  } else if (averages.defined()) {
+    arguments[3].toTensor().copy_(averages);
+    arguments[4].toTensor().copy_(variances);
+  }
+  return {output.to(input.scalar_type()), mean, deviation};
+}
+
+Values layer_norm(const Values& arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  const auto [output, mean, deviation] = at::native_layer_norm(
+      as_computed(input), arguments[1].toIntVector(), as_computed(arguments[2]),
+      as_computed(arguments[3]), arguments[4].toDouble());
+  return {output.to(input.scalar_type()), mean, deviation};
+}
+
 Values batch_norm(const Values& arguments) {
   const auto [output, mean, deviation] =
       at::native_batch_norm(arguments[0].toTensor(), optional(arguments[1]), optional(arguments[2]),
@@ -273,6 +310,9 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::_scaled_dot_product_efficient_attention_backward", &efficient_backward},
       {"aten::_scaled_dot_product_cudnn_attention", &cudnn},
       {"aten::_scaled_dot_product_cudnn_attention_backward", &cudnn_backward},
+      {"aten::native_batch_norm", &native_batch_norm},
+      {"aten::_native_batch_norm_legit", &native_batch_norm},
+      {"aten::native_layer_norm", &layer_norm},
       {"aten::cudnn_batch_norm", &batch_norm},
       {"aten::cudnn_batch_norm_backward", &batch_norm_backward},
       {"aten::_fused_rms_norm_backward", &rms_norm_backward},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands in on the CPU for operators that have a kernel for CUDA alone: fused attention,
-// cuDNN's batch normalization and recurrent layers.
+// What stands in on the CPU for operators that have a kernel for CUDA alone, as fused attention and
+// cuDNN's recurrent layers, or whose kernel for CUDA saves something else, as normalizations.
 #pragma once
 
 #include <ATen/core/ivalue.h>

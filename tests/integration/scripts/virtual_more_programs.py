@@ -413,6 +413,30 @@ def bags_of_embeddings(d: str) -> Any:
 
 
 @program
+def norms_in_half_and_frozen_norms(d: str) -> Any:
+    """Their kernels save means in float, and frozen ones what the CPU does not save."""
+
+    def trained(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.requires_grad_()
+        y = layer(x)
+        (y * numbers("cpu", *y.shape).to(y)).sum().backward()
+        return [y, x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+
+    found = []
+    for make, shape in ((nn.LayerNorm, (4, 3)), (nn.BatchNorm1d, (4, 3)), (nn.BatchNorm2d, (2, 3, 4, 4))):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for training in (True, False):
+                x = numbers("cpu", *shape).sin().to(dtype)
+                near = trained(make(3).to(d, dtype).train(training), x.to(d))
+                exact = trained(make(3).train(training), x.float()) if d == "cuda" else near
+                found += [
+                    bool((a.cpu().double() - b.double().cpu()).abs().max() < 0.03 * (1 + b.abs().max()))
+                    for a, b in zip(near, exact, strict=True)
+                ]
+    return found
+
+
+@program
 def deterministic(d: str) -> Any:
     found = []
     torch.use_deterministic_algorithms(True)
