@@ -37,6 +37,7 @@ from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
+    advice_for_states,
     allocated_bytes,
     batch_size,
     detach_for_two_passes,
@@ -400,7 +401,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-                "it."
+                "it." + advice_for_states(call.args, call.kwargs, hooks.batch)
             ) from call.cannot_run
         situation = call.situation
         if call.random is not None:
