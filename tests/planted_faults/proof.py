@@ -49,7 +49,7 @@ FAULTS = [
     Fault(
         "gradients_of_outputs_may_mix",
         "module/between_calls.py",
-        "mixes = others.mixes_gradients(gradient, where)",
+        "mixes = others.batch == batch and others.mixes_gradients(gradient, where)",
         "mixes = False",
         "A loss outside of the model gives a sample a gradient that depends on other samples.",
         programs("labels_counted_in_backward", "labels_divided_in_backward"),

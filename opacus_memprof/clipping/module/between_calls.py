@@ -351,8 +351,8 @@ class Parts:
             if not self._others.is_on:
                 self._others = None
 
-    def end(self, where: Arrangement, gradient: torch.Tensor) -> bool:
-        """Ends it until the backward ends that has reached an output, with samples at `where`.
+    def end(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> bool:
+        """Ends it until the backward ends that has reached an output, with so many samples at `where`.
 
         The mode cannot be left there.
 
@@ -362,7 +362,7 @@ class Parts:
         if others is None or is_backward_of_inputs():
             return False
         is_first, others.is_on = others.is_on, False
-        mixes = others.mixes_gradients(gradient, where)
+        mixes = others.batch == batch and others.mixes_gradients(gradient, where)
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(others.go_on)  # type: ignore[attr-defined]
             roots = roots_of_backward()

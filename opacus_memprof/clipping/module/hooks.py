@@ -454,12 +454,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if call.random is not None and self._parts.follow(call, outputs):
             for x, where in outputs:
                 if where is not None:
-                    x.register_hook(functools.partial(self._end_between, where))  # type: ignore[no-untyped-call]
+                    end = functools.partial(self._end_between, where, hooks.batch)
+                    x.register_hook(end)  # type: ignore[no-untyped-call]
         return output
 
-    def _end_between(self, where: Arrangement, gradient: torch.Tensor) -> None:
+    def _end_between(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> None:
         """Ends what follows the program between calls, because a backward has reached an output."""
-        self.bookkeeping.loss_mixes |= self._parts.end(where, gradient)
+        self.bookkeeping.loss_mixes |= self._parts.end(where, batch, gradient)
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
         """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.
