@@ -134,9 +134,10 @@ class OtherSamples(TorchDispatchMode):
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def go_on(self) -> None:
-        """Follows the program again, after a backward."""
-        self.is_on = True
+    def free(self) -> None:
+        """Frees the tensors, after the backward that has ended the mode's work."""
+        self._others.clear()
+        self._shared.clear()
 
     @torch.no_grad()
     def mixes_gradients(self, gradient: torch.Tensor, where: Arrangement) -> bool:
@@ -352,7 +353,7 @@ class Parts:
                 self._others = None
 
     def end(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> bool:
-        """Ends it until the backward ends that has reached an output, with so many samples at `where`.
+        """Ends it, because a backward has reached an output, with so many samples at `where`.
 
         The mode cannot be left there.
 
@@ -364,7 +365,7 @@ class Parts:
         is_first, others.is_on = others.is_on, False
         mixes = others.batch == batch and others.mixes_gradients(gradient, where)
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(others.go_on)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(others.free)  # type: ignore[attr-defined]
             roots = roots_of_backward()
             mixes |= others.weighs_unequally
             if len(roots) == 1:
