@@ -365,7 +365,7 @@ class Parts:
         is_first, others.is_on = others.is_on, False
         mixes = others.batch == batch and others.mixes_gradients(gradient, where)
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(others.free)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(others.free)
             roots = roots_of_backward()
             mixes |= others.weighs_unequally
             if len(roots) == 1:
@@ -402,8 +402,8 @@ class Parts:
             self._others = OtherSamples(batch, size, self._constants)
         for x, where in known:
             self._others.add(x, where)
-        for x, where in outputs:
-            if where is None and _has_storage(x):
+        for x, place in outputs:
+            if place is None and _has_storage(x):
                 self._others.share(x)
         self._others.__enter__()  # type: ignore[no-untyped-call]
         return True
