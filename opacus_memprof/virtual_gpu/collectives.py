@@ -14,6 +14,7 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.recording.startup import AfterImport
+from opacus_memprof.virtual_gpu.simulated_rank import replace, simulated_rank
 
 _NAME = "torch.distributed.distributed_c10d"
 OBJECTS = "a collective of objects"  # the operation that reads objects of other ranks
@@ -158,7 +159,7 @@ def _replace_object_collectives(c10d: Any) -> None:
     replacements = (all_gather_object, gather_object, broadcast_object_list, scatter_object_list)
     for replacement in (*replacements, send_object_list, recv_object_list):
         name = replacement.__name__
-        setattr(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
+        replace(c10d, name, functools.wraps(getattr(c10d, name))(replacement))
 
 
 def _count_rank_read() -> None:
@@ -168,8 +169,6 @@ def _count_rank_read() -> None:
 
 
 def _simulates_one_rank() -> bool:
-    from opacus_memprof.virtual_gpu.simulated_rank import simulated_rank
-
     return simulated_rank() is not None
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,18 @@ def _replace_stores() -> None:
         vars(distributed)["TCPStore"] = SingleRankTCPStore
 
 
+def replace(c10d: Any, name: str, replacement: Any) -> None:
+    """Replaces an attribute of torch's module, also where other modules of torch.distributed have imported it.
+
+    They have in a process that was forked after the import.
+    """
+    original = getattr(c10d, name)
+    others = [each for other, each in sys.modules.items() if other.startswith("torch.distributed")]
+    for module in [c10d, *others]:
+        if vars(module).get(name) is original:
+            vars(module)[name] = replacement
+
+
 def _replace_groups() -> None:
     from torch.distributed import distributed_c10d as c10d
 
@@ -186,11 +199,9 @@ def _replace_groups() -> None:
     def monitored_barrier(*_: Any, **__: Any) -> None:
         """Does nothing: there are no other ranks to wait for."""
 
-    vars(c10d).update(
-        init_process_group=init_process_group,
-        monitored_barrier=functools.wraps(c10d.monitored_barrier)(monitored_barrier),
-        ProcessGroupGloo=GlooWithoutPeers,
-    )
+    replace(c10d, "init_process_group", init_process_group)
+    replace(c10d, "monitored_barrier", functools.wraps(c10d.monitored_barrier)(monitored_barrier))
+    replace(c10d, "ProcessGroupGloo", GlooWithoutPeers)
 
 
 class _GlooInstanceCheck(type):

@@ -4,7 +4,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,8 @@ from tests import warm_python
 from tests.integration.scripts.train_ranks import BATCH, CLASSES, FEATURES, WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = str(Path(__file__).parent / "scripts" / "train_ranks.py")
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = str(SCRIPTS / "train_ranks.py")
 RUN = ("-m", "opacus_memprof", "run", "--device", "cpu", "-o")
 ENVIRONMENT = warm_python.ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {})
 WEIGHTS = (FEATURES * WIDTH + WIDTH, WIDTH * WIDTH + WIDTH, WIDTH * CLASSES + CLASSES)
@@ -28,26 +28,12 @@ PARAMETERS = 4 * sum(WEIGHTS)
 
 
 def ranks(*arguments: str | Path) -> tuple[list[int], list[str]]:
-    """Runs python as rank 0 and rank 1, and returns their exit codes and what they printed.
-
-    They are new processes: ranks of a machine are known by their parent, which is another one for each warm Python.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in started]
-    return [process.returncode for process in started], printed
+    """Runs python as rank 0 and rank 1, and returns their exit codes and what they printed."""
+    command = [*warm_python.interpreter(), str(SCRIPTS / "start_ranks.py"), "2", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    codes, printed = json.loads(done.stdout)
+    return codes, printed
 
 
 def profiles(directory: Path) -> list[dict[str, Any]]:
@@ -156,7 +142,7 @@ def test_ranks_without_a_common_disk_are_gathered(address: str, tmp_path: Path) 
     """Each process has a directory of its own, as on a machine of its own. What cannot be copied stays there."""
     train, address = tmp_path / "train.py", address.format(tmp_path)
     train.write_text("import torch\nmodel = torch.nn.Linear(64, 64)\nmodel(torch.ones(8, 64)).sum().backward()\n")
-    for rank in (0, 1):
+    for rank in (0, 1) if "null" not in address else (1,):
         (tmp_path / f"machine_{rank}").mkdir()
         done = subprocess.run(
             [sys.executable, *RUN, "out", "--gather", address, str(train)],
