@@ -63,28 +63,12 @@ FAULTS = [
         programs("labels_of_valid", "labels_balanced", "labels_mixed_targets"),
     ),
     Fault(
-        "tables_have_samples",
-        "module/between_calls.py",
-        "or x is table:",
-        "or False:",
-        "A table with as many rows as the batch has samples is taken for labels.",
-        programs("labels_class_weights", "labels_weights_of_a_table"),
-    ),
-    Fault(
         "batches_of_one_are_checked",
         "module/between_calls.py",
         "self._step += not self._is_too_small",
         "self._step += 1",
         "Steps in which nothing can be seen take the place of those that are checked.",
         programs("labels_after_batches_of_one"),
-    ),
-    Fault(
-        "labels_share_their_weights",
-        "module/between_calls.py",
-        "mixes = others.weighs_unequally",
-        "mixes = False",
-        "A mean over the valid labels of the batch is taken for a mean over the samples.",
-        programs("between_loss_of_valid_labels", "between_loss_of_weighted_labels"),
     ),
     Fault(
         "probabilities_out_of_range",
