@@ -44,7 +44,7 @@ def test_a_directory_whose_name_is_a_number_is_no_process(tmp_path: Path, monkey
 
 def test_what_cannot_be_followed_is_said(tmp_path: Path) -> None:
     cases = {
-        (str(tmp_path / "nowhere"),): "no readable profile",
+        (str(tmp_path / "nowhere"),): "nowhere is not there: give the directory of a profile",
         ("999999999",): "there is no process 999999999",
         (str(growing(tmp_path, 0)), "--interval", "0"): "--interval is 0: give a number above 0",
     }
