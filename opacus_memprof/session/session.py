@@ -177,7 +177,13 @@ class Session:
         Raises:
             MemprofError: profile.json could not be written. Recording is stopped and all changes are undone.
         """
-        self._end_recording()
+        global _current
+        _current = None
+        try:  # not in a method of its own: a fault there would keep the session
+            with contain("ending the recording"):
+                self._keep_figures()
+        finally:
+            self._changes.detach()
         with contain("writing what was proved of private models"):
             for record in _registered_models():
                 if record not in self._registered_before:
@@ -200,7 +206,13 @@ class Session:
 
     def discard(self) -> None:
         """Stops recording and undoes all changes, as `close` does, but writes no profile.json."""
-        self._end_recording()
+        global _current
+        _current = None
+        try:
+            with contain("ending the recording"):
+                self._keep_figures()
+        finally:
+            self._changes.detach()
         self._claim.detach()
 
     def __enter__(self) -> "Session":
@@ -347,16 +359,6 @@ class Session:
     def _start_stream(self, changes: Attachment) -> None:
         if self._stream_to is not None:
             changes.on_detach(Stream(make_sinks(self._stream_to), self._stream_interval, self._warn).stop)
-
-    def _end_recording(self) -> None:
-        """Keeps the figures of the recording, ends it, and undoes all changes."""
-        global _current
-        _current = None
-        try:
-            with contain("ending the recording"):
-                self._keep_figures()
-        finally:
-            self._changes.detach()
 
     def _keep_figures(self) -> None:
         """Keeps the figures that are lost with the recording, and takes the last snapshot, which every profile has."""
