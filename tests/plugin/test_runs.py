@@ -201,7 +201,7 @@ def test_what_an_isolated_test_gets_of_its_run(code: int, ending: str, monkeypat
     }
     item = MagicMock(nodeid="test_it.py::test_it", location=("test_it.py", 1, "test_it"))
     item.get_closest_marker.return_value = None
-    item.config.configure_mock(rootpath="/root", inipath="/root/pytest.ini", getoption=options.get)
+    item.config.configure_mock(rootpath="/project", inipath="/project/pytest.ini", getoption=options.get)
     calls: list[Any] = []
 
     def start(command: list[str], **how: Any) -> Any:
@@ -212,9 +212,9 @@ def test_what_an_isolated_test_gets_of_its_run(code: int, ending: str, monkeypat
     monkeypatch.setattr(subprocess, "run", start)
     isolation.run(item)
     ((command, environment),) = calls
-    assert command[3] == "/root/test_it.py::test_it"
+    assert command[3] == "/project/test_it.py::test_it"
     assert command[4:] == [
-        *("--rootdir=/root", "-c", "/root/pytest.ini", "-o", "a=b", "-o", "addopts=", "--import-mode=importlib"),
+        *("--rootdir=/project", "-c", "/project/pytest.ini", "-o", "a=b", "-o", "addopts=", "--import-mode=importlib"),
         *("-p", "y", "-W", "error", "--memprof-report", "out", "--memprof-compare", "main"),
         *("--memprof-virtual-gpu", "t4", "--memprof", "-p", isolation.__name__),
     ]
