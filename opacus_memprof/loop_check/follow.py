@@ -222,8 +222,7 @@ class Follower:
                 self._check_changes(root)
                 batch = PhysicalBatch(calls, *factor, is_plain=not self._in_ghost_backward, reductions=reductions)
                 if not _is_of_several_ranks():
-                    old = before[id(root)]
-                    batch.gradients = {n: g - old[n] if n in old else g for n, g in root.gradients().items()}
+                    batch.gradients = _added(root.gradients(), before[id(root)])
                 for call in calls:
                     call.nodes = []
                 for followed in self._optimizers_of(root):
@@ -458,6 +457,12 @@ class Follower:
 def _rows_of(args: Any, kwargs: Any) -> GivenRows | None:
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
     return GivenRows(tensors, len(tensors[0])) if tensors else None
+
+
+def _added(gradients: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a backward has added to gradients; without those that it left alone, as it does with expanded weights."""
+    changed = {n: g for n, g in gradients.items() if n not in before or not g.equal(before[n])}
+    return {n: g - before[n] if n in before else g for n, g in changed.items()}
 
 
 def _is_of_several_ranks() -> bool:
