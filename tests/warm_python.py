@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 from functools import cache, partial
+from importlib.util import find_spec
 from types import ModuleType
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -24,6 +25,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": ROOT,
     "PYTHONWARNINGS": "ignore",
     "COLUMNS": "200",  # so that no path is broken in two
+    "PYDANTIC_DISABLE_PLUGINS": "1",  # typer sets it whenever it imports a part of pydantic
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
 LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
@@ -75,7 +77,10 @@ def serve(listener: socket.socket) -> None:
     from opacus_memprof.planning.fork_server import ForkServer
     from opacus_memprof.planning.virtual_run import PACKAGES
 
-    server = ForkServer([*PACKAGES, "opacus_memprof.cli"])
+    packages = [*PACKAGES, "opacus_memprof.cli"]
+    if find_spec("typer._adapters"):  # imports pydantic at a command's first option: half of a short command's time
+        packages.append("typer._adapters")
+    server = ForkServer(packages)
     assert server.can_fork()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these processes
     while True:

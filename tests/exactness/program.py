@@ -52,6 +52,7 @@ class Program:
             numbers.
         seeds: the worst of these counts.
         run: replaces ``judge`` for loops of their own.
+        nightly: whether another program goes the same way, and ``make test`` leaves this one out.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Program:
     settings: dict[str, Any] = field(default_factory=dict)
     seeds: Sequence[int] = (0,)
     run: Callable[[int], Verdict] | None = None
+    nightly: bool = False
 
     def verdict(self) -> Verdict:
         """Runs the program with each seed."""

@@ -77,7 +77,7 @@ _EXAMPLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("examples", [80, pytest.param(220, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [30, pytest.param(220, marks=pytest.mark.nightly)])
 def test_clean_programs_are_exact(examples: int) -> None:
     @settings(max_examples=examples, **_EXAMPLES)
     @given(draws())

@@ -7,7 +7,9 @@ from tests.exactness.messages import lacks
 from tests.exactness.programs import PROGRAMS
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if each.nightly else ()) for name, each in PROGRAMS.items()]
+)
 def test_outcome(name: str) -> None:
     program = PROGRAMS[name]
     verdict = program.verdict()

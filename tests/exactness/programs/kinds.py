@@ -274,17 +274,28 @@ _UNCHECKED = (
     "folded",
     "tokens_first",
 )
-_REMOVED = (
+# Of each way in which gradients and norms are formed: what other kinds add, float64 and one pass show as well.
+_IN_EACH_SETTING = (
     "linear",
     "linear_3d",
+    "conv1d_grouped",
     "conv2d",
+    "conv_transpose2d",
     "embedding",
+    "embedding_bag_mean",
     "layer_norm",
-    "lstm",
-    "raw_matrix",
-    "tied",
-    "twice",
+    "rms_norm",
+    "group_norm",
     "attention",
+    "lstm",
+    "gru_dp",
+    "raw_matrix",
+    "raw_of_two_names",
+    "tied",
+    "tied_large_padding",
+    "tied_transposed_large",
+    "twice",
+    "lora_raw",
 )
 
 
@@ -312,11 +323,10 @@ PROGRAMS = [
     ),
     *(Program(f"kind_{name}", build, steps, "exact") for name, (build, steps) in LAYERS.items()),
     *(
-        Program(f"kind_{name}_fp32", build, steps, "exact", settings={"dtype": torch.float32})
-        for name, (build, steps) in LAYERS.items()
-    ),
-    *(
-        Program(f"kind_{name}_two_passes", build, steps, "exact", settings={"passes": 2})
+        Program(
+            f"kind_{name}_{setting}", build, steps, "exact", settings=settings, nightly=name not in _IN_EACH_SETTING
+        )
+        for setting, settings in (("fp32", {"dtype": torch.float32}), ("two_passes", {"passes": 2}))
         for name, (build, steps) in LAYERS.items()
     ),
     *(
@@ -344,5 +354,4 @@ PROGRAMS = [
         Program(f"kind_{name}_unchecked", *LAYERS[name], "exact", settings={"module_options": {"check": "off"}})
         for name in _UNCHECKED
     ),
-    *(Program(f"kind_{name}_removed", *LAYERS[name], "exact", settings={"removes": True}) for name in _REMOVED),
 ]
