@@ -28,7 +28,7 @@ ENVIRONMENT = os.environ | {
     "PYDANTIC_DISABLE_PLUGINS": "1",  # typer sets it whenever it imports a part of pydantic
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
-LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
+LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST", "RANK", "WORLD_SIZE"}
 ANOTHER_ENVIRONMENT = b"another environment"
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,10 +74,8 @@ def tolerance(case: str) -> float:
 
 
 def test_fsdp2_is_attributed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *RUN, str(tmp_path / "out")]
-    command += [TRAIN, "fsdp2/flash_clip/flat"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
+    codes, printed = ranks(*RUN, tmp_path / "out", TRAIN, "fsdp2/flash_clip/flat")
+    assert codes == [0, 0], printed
     for profile in profiles(tmp_path / "out"):
         device = profile["devices"]["cpu"]
         assert device["peak"]["categories"]["model_parameters"] == PARAMETERS // 2  # this rank's shards

@@ -119,18 +119,25 @@ def test_two_ranks_of_many_one_after_the_other(tmp_path: Path) -> None:
     assert "rank 1023 of 1024" in reported.stdout
 
 
-@pytest.mark.parametrize("wrap", [_nightly("ddp"), "fsdp2"])
+def steps_of_two_ranks(done: subprocess.CompletedProcess[str], directory: Path) -> list[int]:
+    """Returns the steps of both, which have a virtual GPU each and are simulated by no other process."""
+    assert "2 ranks, finished" in done.stdout
+    summary = json.loads((directory / "ranks.json").read_text())
+    assert "played" not in summary
+    assert [(row["status"], row["device"]) for row in summary["ranks"]] == [
+        ("finished", "cuda:0"),
+        ("finished", "cuda:1"),
+    ]
+    return [row["steps"] for row in summary["ranks"]]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_torchrun(tmp_path: Path, wrap: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     script = ROOT / "examples/train_distributed.py"
     done = python(*launcher, *RUN, "-o", tmp_path / "out", script, "--wrap", wrap)
-    assert "2 ranks, finished" in done.stdout
-    summary = json.loads((tmp_path / "out/ranks.json").read_text())
-    assert "played" not in summary
-    assert [(row["status"], row["device"], row["steps"]) for row in summary["ranks"]] == [
-        ("finished", "cuda:0", 3),
-        ("finished", "cuda:1", 3),
-    ]
+    assert steps_of_two_ranks(done, tmp_path / "out") == [3, 3]
 
 
 REFUSED = {
@@ -190,15 +197,10 @@ def test_models_without_their_weights(tmp_path: Path) -> None:
     assert "quantized weights" in found["refusal"]
 
 
-@pytest.mark.parametrize(
-    ("device", "endings"), [("--device cpu", ([], ["fail"])), ("--virtual-gpu h100 --virtual-gpus 2", (["fail"],))]
-)
-def test_ranks_that_a_program_starts_record_themselves(
-    tmp_path: Path, device: str, endings: tuple[list[str], ...]
-) -> None:
+def test_ranks_that_a_program_starts_record_themselves(tmp_path: Path) -> None:
     """And the process that waits for them leaves no profile of its own, in a directory that can be used again."""
-    for attempt, failing in enumerate(endings):
-        program = (SCRIPTS / "spawned_ranks.py", tmp_path / f"store{attempt}", *failing)
+    for device, failing in (("--device cpu", []), ("--virtual-gpu h100 --virtual-gpus 2", ["fail"])):
+        program = (SCRIPTS / "spawned_ranks.py", tmp_path / f"store {failing}", *failing)
         done = python(
             "-m", "opacus_memprof", "run", *device.split(), "-o", tmp_path / "out", *program, returns=len(failing)
         )
@@ -231,4 +233,4 @@ def test_objects_of_processes_are_gathered(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     done = python(*launcher, *RUN, "-o", tmp_path / "out", SCRIPTS / "virtual_rank_reads.py")
     assert "copies" not in done.stdout
-    assert "2 ranks, finished" in done.stdout
+    assert steps_of_two_ranks(done, tmp_path / "out") == [2, 2]

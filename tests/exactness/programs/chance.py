@@ -154,6 +154,9 @@ _DRAWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gumbel": (_blocks(_gumbel), "exact"),
     "permuted_features": (_blocks(_permuted), "either"),
 }
+# The same as another draw, with another probability or by another generator.
+_NIGHTLY = ("depth_row_0.1", "depth_row_0.5", "depth_batch_0.5", "dropout_before", "python_scales")
+_NIGHTLY += ("python_skips_0.5", "torch_skips_0.5", "numpy_skips_0.05")
 
 
 def _plain_dropout() -> nn.Module:
@@ -242,7 +245,7 @@ PROGRAMS = [
         )
     ),
     *(
-        Program(f"chance_{name}", build, _STEPS, allowed, settings=_RANDOM, seeds=_SEEDS)
+        Program(f"chance_{name}", build, _STEPS, allowed, settings=_RANDOM, seeds=_SEEDS, nightly=name in _NIGHTLY)
         for name, (build, allowed) in _DRAWS.items()
     ),
     Program("chance_shuffled_samples", _blocks(_shuffled), _STEPS, "refused", settings=_RANDOM),
