@@ -460,7 +460,7 @@ def _rows_of(args: Any, kwargs: Any) -> GivenRows | None:
 
 
 def _added(gradients: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a backward has added to gradients; without those that it left alone, as it does with expanded weights."""
+    """What a backward has added to gradients, without unchanged ones: expanded weights leave theirs as they were."""
     changed = {n: g for n, g in gradients.items() if n not in before or not g.equal(before[n])}
     return {n: g - before[n] if n in before else g for n, g in changed.items()}
 
