@@ -143,7 +143,7 @@ def _one_at_a_time(batch: PhysicalBatch, size: int) -> Iterator[Gradients]:
             "alone; set dropout to 0 for the check, or return outputs and compute the loss outside."
         )
     for n in range(size):
-        found = run_again(call, functools.partial(_only, n, size))
+        found = run_again(call, functools.partial(only, n, size))
         indices = list(call.cotangents)
         yield _backward(batch, [found[i] for i in indices], [call.cotangents[i] for i in indices])
 
@@ -217,25 +217,6 @@ def draws_random_numbers(call: Call) -> bool:
     return RandomState().differs(call.random)
 
 
-def mixing_loss(call: Call) -> tuple[float, float] | None:
-    """Returns the loss that a model computes, and that of its samples, if they differ.
-
-    Raises:
-        NotCheckedError: the model cannot be run on single samples.
-    """
-    scalars = [i for i, x in call.outputs.items() if x.dim() == 0 and i in call.cotangents]
-    size = size_of(call)
-    if size < 2 or not scalars:
-        return None
-    alone = [run_again(call, functools.partial(_only, n, size)) for n in range(size)]
-    for i in scalars:
-        total = torch.stack([found[i].detach().double() for found in alone]).sum()
-        of_samples = total / size if call.root.hooks.loss_reduction == "mean" else total
-        if not is_close(of_samples.to(call.outputs[i].dtype), call.outputs[i]):
-            return float(call.outputs[i]), float(of_samples)
-    return None
-
-
 def mixing_module(call: Call) -> tuple[str, float] | None:
     """Returns the module in which one sample changes the output of another, and the relative size of the change.
 
@@ -263,7 +244,7 @@ def mixing_module(call: Call) -> tuple[str, float] | None:
     return None
 
 
-def _only(n: int, size: int, x: torch.Tensor) -> torch.Tensor:
+def only(n: int, size: int, x: torch.Tensor) -> torch.Tensor:
     return x[n : n + 1] if has_rows(x, size) else x
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks one logical step: clipped sum, noise, divisor, and the update of the parameters."""
+"""Checks one logical step: its clipped sum here, what becomes of it in update_check.py."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,24 +14,22 @@ from opacus_memprof.loop_check.by_hand import (
     Gradients,
     check_noise,
     clip_by_hand,
-    is_close,
-    mixing_loss,
     mixing_module,
     size_of,
 )
 from opacus_memprof.loop_check.explain import exact_modes
+from opacus_memprof.loop_check.loss import check_inner_loss, check_reduction, check_scale
 from opacus_memprof.loop_check.records import (
-    Call,
     Findings,
     LogicalStep,
     NotCheckedError,
     PhysicalBatch,
     PrivateModel,
     StepResult,
-    first_line,
     listed,
     physical_batches,
 )
+from opacus_memprof.loop_check.update_check import UpdateCheck
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of clipped sums; other dtypes: 5e-2
 _SMALLEST = 1e-3  # an error is relative to at least this fraction of the largest element of all parameters
@@ -84,11 +81,9 @@ class StepCheck:
         self._root = root
         self._step = step
         self._findings = findings
-        self._replica: Any = None
-        self._before: dict[str, torch.Tensor] = {}
-        self._changed: set[str] = set()  # whose gradients are no longer the noised ones
         names = root.names()
         self._trained = {names[id(p)]: p for p in optimizer.params if id(p) in names}  # in the order of the bounds
+        self._update = UpdateCheck(optimizer, root, step, self._trained, findings)
         rule = getattr(getattr(optimizer, "bookkeeping", None), "rule", None)
         self._is_automatic = getattr(rule, "clipping", None) == "automatic"
         # Ghost clipping computes the norms over all trained parameters of the model.
@@ -100,32 +95,29 @@ class StepCheck:
         Args:
             left: the parameters' values after the step before, by name.
         """
-        self._before = {name: p.detach().clone() for name, p in self._root.trained().items()}
-        moved = [name for name, p in self._before.items() if name in left and not torch.equal(p, left[name])]
-        if moved:
-            self._findings.not_checked(
-                f"what has changed {listed(moved)} outside of the optimizer's step",
-                "values that depend on data are neither clipped nor noised there.",
-                "moved",
-            )
+        self._update.check_parameters(left)
         try:
-            by_hand = self._check_sum()
+            self._check_sum()
+            norms = self.result.norms
         except NotCheckedError as error:
             self._findings.not_checked("the clipped sum", str(error), "sum")
-            by_hand = None
-        self._check_loss_scale(by_hand)
-        self._check_reduction()
+            norms = []
+        check_scale(self._step, norms, self._is_automatic, self._findings)
+        check_reduction(self._step, self._root.hooks.loss_reduction, self._findings)
         self._check_given_once()
         for p in self._trained.values():
             if id(p) not in self._step.noised and p.grad is not None:
-                self._step.noised[id(p)] = p.grad.detach().double() * self._expected_divisor()
-        self._check_gradients()
+                self._step.noised[id(p)] = p.grad.detach().double() * self._update.expected_divisor()
+        self._update.check_gradients()
         self.result.noise, self.noise_sample = check_noise(self._step, self._trained, self._findings)
-        self._check_divisor()
-        self._repeat_update()
+        self._update.check_divisor()
+        self._update.repeat_update()
 
-    # --- the clipped sum ---
-    def _check_sum(self) -> list[Batch]:
+    def after_update(self) -> dict[str, torch.Tensor]:
+        """Compares the parameters with the repeated update. Returns their values, by name."""
+        return self._update.after_update()
+
+    def _check_sum(self) -> None:
         if any(call.root is not self._root for batch in self._step.batches for call in batch.calls):
             raise NotCheckedError("the optimizer holds parameters of several private models.")
         if any(batch.is_changed for batch in self._step.batches):
@@ -136,7 +128,7 @@ class StepCheck:
         result.norms = [norm for hand in hands for norm in hand.norms]
         result.clipped = sum(hand.clipped for hand in hands)
         if not result.norms:
-            return hands
+            return
         if not all(map(math.isfinite, result.norms)):
             raise NotCheckedError("a sample's gradient is not finite.")
         found = {name: self._step.summed.get(id(p)) for name, p in self._trained.items()}
@@ -146,7 +138,7 @@ class StepCheck:
                 "the optimizer does not keep the sum without noise.",
             )
             self._step.summed = {id(p): expected[name].flatten() for name, p in self._trained.items()}
-            return hands
+            return
         dtypes = {p.dtype for p in self._trained.values()} | {
             x.dtype for batch in self._step.batches for call in batch.calls for x in call.outputs.values()
         }
@@ -173,7 +165,6 @@ class StepCheck:
                 "outside",
             )
         self._check_mixing()
-        return hands
 
     def _from_outside(self, hands: Sequence[Batch]) -> list[str]:
         """Returns the parameters whose gradient, as autograd finds it, is not the one by hand."""
@@ -181,16 +172,6 @@ class StepCheck:
         expected = _sum([hand.gradient for hand in hands])
         known = {name: g for name, g in expected.items() if all(name in b.gradients for b in self._step.batches)}
         return [name for name, error in relative_errors(found, known).items() if error > self.result.tolerance]
-
-    def _check_reduction(self) -> None:
-        declared = self._root.hooks.loss_reduction
-        for other in sorted({kind for batch in self._step.batches for kind in batch.reductions} - {declared}):
-            self._findings.defect(
-                f"The loss is a {other} over the samples, but loss_reduction={declared!r} was declared: a sample's "
-                "norm, and with it what is clipped, depends on how many samples are in the batch. Pass "
-                f"loss_reduction={other!r}, or reduce the loss as declared.",
-                "reduction",
-            )
 
     def _check_given_once(self) -> None:
         known: list[GivenRows] = []
@@ -287,7 +268,7 @@ class StepCheck:
         for batch in self._step.batches[:1]:
             for call in batch.calls:
                 try:
-                    self._check_inner_loss(call)
+                    check_inner_loss(call, self._findings)
                     found = mixing_module(call)
                 except NotCheckedError as error:
                     self._findings.not_checked("whether samples are processed separately", str(error), "mixing")
@@ -303,152 +284,6 @@ class StepCheck:
                         "Use layers that compute each sample alone (for BatchNorm, GroupNorm).",
                         "mixing",
                     )
-
-    def _check_inner_loss(self, call: Call) -> None:
-        losses = mixing_loss(call)
-        if losses is not None:
-            of_batch, of_samples = losses
-            self._findings.defect(
-                f"The loss that the model computes is {of_batch:.4g} for the batch, but the "
-                f"{call.root.hooks.loss_reduction} of its samples' losses is {of_samples:.4g}: a sample's share "
-                "depends on the other samples, as in a mean over all valid labels. Return a loss for each sample.",
-                "inner loss",
-            )
-
-    def _check_loss_scale(self, hands: Sequence[Batch] | None) -> None:
-        factors = {batch.factor for batch in self._step.batches}
-        factor = max(factors, key=lambda f: abs(math.log(abs(f) or 1.0)), default=1.0)
-        if factor == 1.0 or factor == 0.0:
-            return
-        scaled = any(batch.scaled for batch in self._step.batches)
-        who = "GradScaler multiplies" if scaled else "The script multiplies"
-        norms = self.result.norms
-        bounds = [batch.bound for batch in self._step.batches if isinstance(batch.bound, float)]
-        if not hands or not norms or not bounds:
-            sentence = f"{who} the loss by {factor:.6g} before backward, and the norms with it."
-        else:
-            with_scale = sum(norm > bounds[0] for norm in norms) / len(norms)
-            without = sum(norm / abs(factor) > bounds[0] for norm in norms) / len(norms)
-            sentence = (
-                f"{who} the loss by {factor:.6g} before backward, so that the samples' gradient norms are that many "
-                f"times as large: {with_scale:.0%} of the samples are clipped to {bounds[0]:.4g}, and {without:.0%} "
-                "would be without the factor."
-            )
-        if scaled and not self._is_automatic:
-            self._findings.defect(f"{sentence} Train without GradScaler (bfloat16 needs none).", "scale")
-        else:
-            self._findings.note(sentence, "scale")
-
-    def _check_gradients(self) -> None:
-        """Finds gradients that are no longer those to which the optimizer has added noise."""
-        changed: list[str] = []
-        noiseless: list[str] = []
-        for name, p in self._trained.items():
-            noised, summed = self._step.noised.get(id(p)), self._step.summed.get(id(p))
-            if noised is None or p.grad is None or 1 - _cosine(p.grad, noised) <= _rounding(p.dtype):
-                continue
-            self._changed.add(name)
-            is_noiseless = summed is not None and self._step.std > 0 and _lacks_noise(p.grad, noised, summed)
-            (noiseless if is_noiseless else changed).append(name)
-        if noiseless:
-            self._findings.defect(
-                f"The script replaces the gradients of {listed(noiseless)} by others without noise before the update.",
-                "no noise",
-            )
-        if changed:
-            self._findings.not_checked(
-                f"what has changed the gradients of {listed(changed)} after noise was added",
-                "values that depend on data are neither clipped nor noised there.",
-                "gradients",
-            )
-
-    def _check_divisor(self) -> None:
-        """Compares the divisor of the noised sum with the expected number of samples of a logical batch."""
-        ratios = []
-        for name, p in self._trained.items():
-            noised = self._step.noised.get(id(p)) if name not in self._changed else None
-            if noised is not None and p.grad is not None and float(p.grad.norm()) > 0:
-                ratios.append((float(noised.double().norm()) / float(p.grad.double().norm()), p.dtype))
-        if not ratios:
-            return
-        passes, expected = max(1, self._step.accumulated), self._expected_divisor()
-        found = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
-        model, optimizer = self._root.hooks.loss_reduction, self._optimizer.loss_reduction
-        why = f" The model has loss_reduction={model!r}, but the optimizer {optimizer!r}." if model != optimizer else ""
-        if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
-            self._findings.defect(
-                f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
-                f"{self._optimizer.expected_batch_size} * {physical_batches(passes)} accumulated): "
-                f"the update is {expected / found:.3g} times as large as with the {model} over the samples." + why,
-                "divisor",
-            )
-
-    def _expected_divisor(self) -> float:
-        if self._root.hooks.loss_reduction == "sum":
-            return 1.0
-        return float(self._optimizer.expected_batch_size) * max(1, self._step.accumulated)
-
-    # --- the update ---
-    def _repeat_update(self) -> None:
-        """Repeats the original optimizer's step on copies of the parameters and of its state."""
-        original = self._optimizer.original_optimizer
-        try:
-            replica = copy.deepcopy(original)
-            for group, live in zip(replica.param_groups, original.param_groups, strict=True):
-                for p, q in zip(group["params"], live["params"], strict=True):
-                    p.grad = None if q.grad is None else q.grad.clone()
-            type(original).step(replica)
-        except Exception as error:  # optimizers can hold anything
-            self._findings.not_checked("the update", f"the optimizer cannot be copied ({first_line(error)}).", "update")
-            return
-        self._replica = replica
-
-    def after_update(self) -> dict[str, torch.Tensor]:
-        """Compares the parameters with the repeated update, and finds parameters that did not change.
-
-        Returns:
-            Their values, by name.
-        """
-        live = self._optimizer.original_optimizer.param_groups
-        names = self._root.names()
-        if self._replica is not None:
-            pairs = [
-                (names.get(id(q), "a parameter"), p, q)
-                for group, other in zip(self._replica.param_groups, live, strict=True)
-                for p, q in zip(group["params"], other["params"], strict=True)
-            ]
-            wrong = [name for name, p, q in pairs if not is_close(q.detach(), p.detach())]
-            if wrong:
-                self._findings.defect(
-                    f"Something else changes {listed(wrong)} in the step of "
-                    f"{type(self._optimizer.original_optimizer).__name__}: it computes other values from the "
-                    "noised gradients.",
-                    "update",
-                )
-        rates = {id(p): float(group.get("lr", 1.0)) for group in live for p in group["params"]}
-        still, lacking, idle = [], [], []
-        for name, p in self._root.trained().items():
-            if not torch.equal(p.detach(), self._before[name]):
-                continue
-            if id(p) not in rates:
-                lacking.append(name)
-            elif rates[id(p)] == 0:
-                idle.append(name)
-            elif p.grad is None or not bool(p.grad.any()):
-                still.append(name)
-            else:
-                self._findings.note(f"{name} did not move: the update is smaller than the rounding of {p.dtype}.")
-        if lacking:
-            self._findings.defect(
-                f"{listed(lacking)} can be trained, but the private optimizer does not hold "
-                f"{'them, so that they are' if len(lacking) > 1 else 'it, so that it is'} never updated: make the "
-                "optimizer from the parameters of the model that is trained, after its last layer was replaced."
-            )
-        if still:
-            self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
-        if idle:
-            self._findings.not_checked(f"the update of {listed(idle)}", "the learning rate was 0 in a step.", "rate")
-        return {name: p.detach().clone() for name, p in self._root.trained().items()}
 
 
 def relative_errors(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -483,27 +318,6 @@ def _compare(found: Gradients, expected: Gradients) -> tuple[float, float]:
     if not all(norms):
         return 0.0, 0.0
     return norms[0] / norms[1], float(a @ b) / (norms[0] * norms[1])
-
-
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the cosine between two tensors; 1 between zeros."""
-    x, y = a.detach().double().flatten(), b.detach().double().flatten()
-    sizes = float(x.norm()), float(y.norm())
-    return float(x @ y) / (sizes[0] * sizes[1]) if all(sizes) else float(sizes[0] == sizes[1])
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    """Returns by how much the cosine of a tensor and its rounding can be below 1."""
-    return 1e-9 + 10 * torch.finfo(dtype).eps ** 2
-
-
-def _lacks_noise(gradient: torch.Tensor, noised: torch.Tensor, summed: torch.Tensor) -> bool:
-    """Returns whether a gradient is the sum without noise, or has little of the noise in a sum of many numbers."""
-    if 1 - _cosine(gradient, summed) <= _rounding(gradient.dtype):
-        return True
-    noise = noised.double() - summed.double().reshape(noised.shape)
-    share = _cosine(noised, noise)
-    return share > 12 / math.sqrt(noise.numel()) and _cosine(gradient, noise) < share / 2
 
 
 def _is_small(rest: torch.Tensor, target: torch.Tensor, tolerance: float) -> bool:

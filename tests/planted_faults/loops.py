@@ -23,7 +23,7 @@ def _unchecked(case: str) -> str:
 _DELIVERIES = [
     _fault(
         "loop_takes_every_loader_for_a_private_one",
-        "records.py",
+        "deliveries.py",
         "        is_private = sampler is not None\n",
         "        is_private = True\n",
         "Batches of the loader that make_private was given pass for those that it returned.",
@@ -31,7 +31,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_forgets_the_loader_of_make_private",
-        "records.py",
+        "deliveries.py",
         '        self._samplers.append(getattr(prepared, "_index_sampler", None))\n',
         "",
         "Without Poisson sampling, the private loader is not known.",
@@ -39,7 +39,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_does_not_follow_samplers_of_samplers",
-        "records.py",
+        "deliveries.py",
         '            sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))\n',
         "            sampler = None\n",
         "BatchMemoryManager's batches pass for those of another loader.",
@@ -47,7 +47,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_forgets_used_batches",
-        "records.py",
+        "deliveries.py",
         "                each.used.add(id(optimizer))\n",
         "                pass\n",
         "Several steps with a batch are not noticed while other batches are drawn.",
@@ -55,7 +55,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_does_not_count_batches",
-        "records.py",
+        "deliveries.py",
         "        elif self._drawn < steps or any(\n",
         "        elif any(\n",
         "A batch that is augmented anew for each step is not noticed.",
@@ -63,7 +63,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_forgets_batches_of_other_loaders",
-        "records.py",
+        "deliveries.py",
         "        elif others and len(found) < len(calls):\n",
         "        elif False:\n",
         "Changed batches of two loaders pass for those of the private one.",
@@ -71,7 +71,7 @@ _DELIVERIES = [
     ),
     _fault(
         "loop_takes_generated_inputs_for_a_batch",
-        "records.py",
+        "deliveries.py",
         "        elif self._drawn < steps and self._is_matched and not found:\n",
         "        elif False:\n",
         "A step on inputs that the program generates is called a repeated batch.",
@@ -82,7 +82,7 @@ _DELIVERIES = [
 _ACCOUNTANT = [
     _fault(
         "loop_does_not_compare_noise_with_the_accountant",
-        "records.py",
+        "deliveries.py",
         "        if noise < counted * (1 - 1e-6):\n",
         "        if noise > counted * (1 + 1e-6):\n",
         "Less noise than the accountant counts is not noticed.",
@@ -90,7 +90,7 @@ _ACCOUNTANT = [
     ),
     _fault(
         "loop_compares_noise_with_earlier_steps",
-        "records.py",
+        "deliveries.py",
         "        accounted, self._accounted = self._accounted, []\n",
         "        accounted = self._accounted\n",
         "Noise that the accountant has counted is called too small after it fell.",
@@ -98,7 +98,7 @@ _ACCOUNTANT = [
     ),
     _fault(
         "loop_compares_rates_loosely",
-        "records.py",
+        "deliveries.py",
         "        if drawn > rate * (1 + 1e-6):\n",
         "        if drawn > 10 * rate:\n",
         "Four times the sampling rate that the accountant counts is not noticed.",
@@ -106,7 +106,7 @@ _ACCOUNTANT = [
     ),
     _fault(
         "loop_is_content_without_an_accountant",
-        "records.py",
+        "deliveries.py",
         "            if self._samplers:\n",
         "            if False:\n",
         "Steps that no accountant counts are not said.",
@@ -117,7 +117,7 @@ _ACCOUNTANT = [
 _SCALES_AND_CHANGES = [
     _fault(
         "loop_does_not_know_gradscaler",
-        "records.py",
+        "loss.py",
         "        scaled = id(loss) in self._scaled\n",
         "        scaled = False\n",
         "GradScaler's factor, with which all samples are clipped, is a note.",
@@ -125,7 +125,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_inverts_the_loss_scale",
-        "records.py",
+        "loss.py",
         'factor * constant if node.name() == "MulBackward0" else factor / constant',
         'factor / constant if node.name() == "MulBackward0" else factor * constant',
         "The factor of the loss is its inverse.",
@@ -133,7 +133,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_does_not_compare_parameters_between_steps",
-        "step_check.py",
+        "update_check.py",
         "if name in left and not torch.equal(p, left[name])]",
         "if name in left and False]",
         "Parameters that change between two steps are not said.",
@@ -141,7 +141,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_forgets_the_parameters_after_a_step",
-        "step_check.py",
+        "update_check.py",
         "        return {name: p.detach().clone() for name, p in self._root.trained().items()}\n",
         "        return {}\n",
         "Nothing is known about parameters between two steps.",
@@ -165,7 +165,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_does_not_look_for_noise_in_gradients",
-        "step_check.py",
+        "update_check.py",
         "    return share > 12 / math.sqrt(noise.numel()) and _cosine(gradient, noise) < share / 2\n",
         "    return False\n",
         "Gradients without noise in the place of noised ones are not a defect.",
@@ -173,7 +173,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_calls_each_change_of_gradients_noiseless",
-        "step_check.py",
+        "update_check.py",
         "_cosine(gradient, noise) < share / 2\n",
         "_cosine(gradient, noise) < 2 * share\n",
         "Gradients that were changed after noise are called gradients without noise.",
@@ -181,7 +181,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_trusts_the_optimizers_reduction",
-        "step_check.py",
+        "update_check.py",
         '        if self._root.hooks.loss_reduction == "sum":\n',
         '        if self._optimizer.loss_reduction == "sum":\n',
         "A sum that should be a mean is not noticed.",
@@ -189,7 +189,7 @@ _SCALES_AND_CHANGES = [
     ),
     _fault(
         "loop_does_not_compare_inner_losses",
-        "by_hand.py",
+        "loss.py",
         '        of_samples = total / size if call.root.hooks.loss_reduction == "mean" else total\n',
         "        of_samples = call.outputs[i].double()\n",
         "A mean over all valid labels in the model is not noticed while all samples are clipped.",

@@ -13,11 +13,11 @@ from torch import nn
 
 from opacus_memprof.loop_check.by_hand import check_noise, clip_by_hand, mixing_module, per_sample_gradients
 from opacus_memprof.loop_check.follow import Follower
+from opacus_memprof.loop_check.loss import LossScale
 from opacus_memprof.loop_check.records import (
     Call,
     Findings,
     LogicalStep,
-    LossScale,
     NotCheckedError,
     PhysicalBatch,
     PrivateModel,
