@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opacus_memprof.analysis.events import ALLOC, Events
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import ALLOC, Events, Names
 
 
 def rows_of(directory: Path) -> tuple[np.ndarray, Names]:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opacus_memprof.analysis import findings
-from opacus_memprof.analysis.findings import Run, common_module, largest
-from opacus_memprof.profiles.profile import Finding, GrowthSite
+from opacus_memprof.analysis import findings, kept_memory
+from opacus_memprof.analysis.findings import FREEZE, ZERO_GRAD, Run, common_module, largest, some
+from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.profiles.units import format_bytes, format_count
 
 _EVALUATE = (
@@ -154,7 +154,7 @@ def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
         0,
         f"the optimizer's step needs gradients of the same samples from all modules, and "
         f"{', '.join(f'{module or chr(34) * 2} has {size}' for module, size in list(odd.items())[:3])}, but "
-        f"{_some(others)} {batch}",
+        f"{some(others)} {batch}",
         remedy + _flash_clip(facts),
     )
 
@@ -183,8 +183,8 @@ def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
                 "missing_per_sample_gradients",
                 common_module(found),
                 0,
-                f"Opacus has no per-sample gradients for {_some(found)}: {cause}",
-                remedy.format(_some(found)) + (_flash_clip(facts) if trains else ""),
+                f"Opacus has no per-sample gradients for {some(found)}: {cause}",
+                remedy.format(some(found)) + (_flash_clip(facts) if trains else ""),
             )
 
 
@@ -196,18 +196,18 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
     modules = [module for module, _ in facts]
     unowned = [module for module, _ in run.facts_of("unowned_samples")]
     if set(modules) & set(unowned):
-        evidence = f"{_some(unowned)}, which no optimizer of make_private has: its steps and zero_grad leave them out"
-        remedy = _FREEZE.format(_some(unowned))
+        evidence = f"{some(unowned)}, which no optimizer of make_private has: its steps and zero_grad leave them out"
+        remedy = FREEZE.format(some(unowned))
     elif facts[0][1]["steps"] and not run.facts_of("zero_grads"):
-        evidence, remedy = f"{_some(modules)}, and the optimizer's zero_grad was never called", _ZERO_GRAD
+        evidence, remedy = f"{some(modules)}, and the optimizer's zero_grad was never called", ZERO_GRAD
     elif facts[0][1]["used"]:
-        evidence = f"{_some(modules)}, which optimizer.step() had used and no zero_grad has cleared since"
+        evidence = f"{some(modules)}, which optimizer.step() had used and no zero_grad has cleared since"
         remedy = (
             "call optimizer.zero_grad() directly after each optimizer.step(), and not only before the next batch: a "
             "backward pass between the two, such as a generator's, finds what the step has used"
         )
     else:
-        evidence = f"{_some(modules)}: {facts[0][1]['bytes']} backward passes ran without a step between them"
+        evidence = f"{some(modules)}: {facts[0][1]['bytes']} backward passes ran without a step between them"
         remedy = (
             "run one backward pass for each step: concatenate what the passes get, such as a discriminator's real and "
             "fake samples, into one batch; or call optimizer.step() and optimizer.zero_grad() after each. To "
@@ -255,133 +255,12 @@ def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
         )
 
 
-def _some(modules: Sequence[str]) -> str:
-    """Lists modules: `fc1, fc2 and 3 more`."""
-    shown = [module or "the model itself" for module in modules[:3]]
-    return ", ".join(shown) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
-
-
 def _flash_clip(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns the end of a remedy, if flash_clip can clip the model."""
     possible = any(fact.get("flash_clip") for _, fact in facts)
     return (
         '; or use opacus_memprof.PrivacyEngine with grad_sample_mode="flash_clip", which trains it as it is' * possible
     )
-
-
-_FREEZE = (
-    "freeze {} before make_private with requires_grad_(False), or give the optimizer all parameters that are trained"
-)
-_ZERO_GRAD = "call optimizer.zero_grad() after each optimizer.step()"
-
-
-# Memory grows if many different steps allocated blocks at one site (module, category, phase and op) that are live at
-# the end of the last step. Differences between steps would vary with the batch. In steady training, a step's blocks are
-# freed by the end of the next step, and parameters, optimizer states, workspaces and caches are allocated in few steps.
-# A tensor that each step replaces by a longer one is allocated in one step too, and is not found.
-
-# A site counts if this many steps, and this share of the steps that the replay considers (all but the first two and the
-# last two), allocated blocks there.
-MIN_STEPS = 3
-MIN_SHARE = 0.25
-# A site that grows in nearly every one of at least this many steps is reported even if it is small, because it never
-# stops.
-REGULAR_STEPS = 6
-REGULAR_SHARE = 0.9
-_MARGIN = 4  # kWarmUpSteps + kRecentSteps of csrc/core/replay.h
-
-_REMEDY = {
-    "activations": "something keeps the autograd graph of each step: keep loss.item() or loss.detach(), not loss",
-    "activation_hooks": "something keeps the activations that Opacus captured: run forward passes without a backward "
-    "pass under torch.no_grad() or in model.eval()",
-    "inputs": "something keeps each batch: delete its references at the end of the step",
-}
-_DEFAULT_REMEDY = (
-    "something keeps a tensor of each step: look for lists, dictionaries and attributes that grow, for averages of "
-    "parameters or losses that are not computed under torch.no_grad(), whose graph grows, and for reference cycles "
-    "(gc.collect() at the end of a step frees those)"
-)
-
-
-def growing_memory(run: Run) -> Iterator[Finding]:
-    """Finds categories with blocks that many steps left behind."""
-    for device, replayed in run.replayed.items():
-        considered = replayed["last_step_end"]["step"] - _MARGIN
-        sites: dict[str, list[dict[str, Any]]] = {}
-        for residue in replayed["residue"]:
-            if residue["steps"] >= max(MIN_STEPS, MIN_SHARE * considered):
-                sites.setdefault(run.names.reported_category(residue["category"]), []).append(residue)
-        for category, found in sites.items():
-            steps = max(site["steps"] for site in found)
-            regular = steps >= max(REGULAR_STEPS, REGULAR_SHARE * considered)
-            if regular or run.is_material(device, sum(site["bytes"] for site in found)):
-                yield _growth(run, device, category, found, replayed["last_step_end"]["step"] - 1)
-
-
-def _growth(run: Run, device: str, category: str, found: Sequence[dict[str, Any]], end: int) -> Finding:
-    modules: dict[str, int] = {}
-    for site in found:
-        module = run.names.module(site["module"])
-        modules[module] = modules.get(module, 0) + site["bytes"]
-    total = sum(modules.values())
-    first, last = min(site["first_step"] for site in found), max(site["last_step"] for site in found)
-    steps = max(site["steps"] for site in found)
-    sites = sorted((_site(run, site) for site in found), key=lambda site: -site.bytes)
-    return Finding(
-        "growing_memory",
-        common_module(modules),
-        total,
-        f"{format_bytes(total)} of {category} from {steps} of the steps {first} to {last} were still live at the end "
-        f"of step {end}: about {format_bytes(total // steps)} more each time ({largest(modules)}); "
-        f"allocated in {_where(sites[0])}",
-        _remedy(run, category, modules),
-        device=device,
-        category=category,
-        modules=modules,
-        sites=sites,
-    )
-
-
-def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
-    """Returns the remedy for growing memory. For per-sample gradients, it depends on who should clear them."""
-    if category != "per_sample_gradients":
-        return _REMEDY.get(category, _DEFAULT_REMEDY)
-    unowned = [module for module, _ in run.facts_of("unowned_samples") if module in modules]
-    if run.facts_of("public_steps"):
-        return (
-            "step the optimizer that make_private has returned, and call its zero_grad: the zero_grad of another "
-            "optimizer does not free per-sample gradients"
-        )
-    if unowned:
-        return (
-            f"the optimizer does not have them, so that its zero_grad leaves them out: {_FREEZE.format(_some(unowned))}"
-        )
-    if not run.facts:  # of a killed process
-        return (
-            "call zero_grad of the optimizer that make_private returns after each of its steps, and give it all "
-            "parameters that are trained: it leaves the others out (freeze them before make_private)"
-        )
-    if not run.facts_of("zero_grads"):
-        return f"per-sample gradients are never freed: {_ZERO_GRAD}"
-    return "something keeps per-sample gradients of each step: look for lists and attributes that hold p.grad_sample"
-
-
-def _site(run: Run, residue: dict[str, Any]) -> GrowthSite:
-    return GrowthSite(
-        module=run.names.module(residue["module"]),
-        phase=run.names.phase(residue["phase"]),
-        op=run.names.op(residue["op"]),
-        bytes=residue["bytes"],
-        blocks=residue["blocks"],
-        steps=residue["steps"],
-    )
-
-
-def _where(site: GrowthSite) -> str:
-    """Formats a site: `backward by aten::mm of fc1`."""
-    op = f" by {site.op}" if site.op else ""
-    module = f" of {site.module}" if site.module else ", outside every module"
-    return f"{site.phase}{op}{module}"
 
 
 # The kinds of findings that make a run fail, or break its privacy guarantee.
@@ -412,17 +291,17 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     discarded_backward_passes,
     outputs_changed_in_place,
     captures_without_backward,
-    growing_memory,
-    findings.activations_of_earlier_steps,
-    findings.forwards_without_backward,
-    findings.batches_on_device,
+    kept_memory.growing_memory,
+    kept_memory.activations_of_earlier_steps,
+    kept_memory.forwards_without_backward,
+    kept_memory.batches_on_device,
     findings.per_sample_gradients_by_hand,
-    findings.gradients_of_other_models,
-    findings.models_of_earlier_runs,
+    kept_memory.gradients_of_other_models,
+    kept_memory.models_of_earlier_runs,
     findings.frozen_per_sample_gradients,
     findings.unused_per_sample_gradients,
     findings.per_sample_gradients_in_forward,
-    findings.graphs_without_backward,
+    kept_memory.graphs_without_backward,
     findings.discarded_gradients,
     findings.copied_per_sample_gradients,
     findings.noise_allocated_twice,

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from opacus_memprof.analysis.components import Components
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, add_parts, name_at_failure
 from opacus_memprof.profiles.live_memory import DeviceCount, LivePeak, Snapshot
 from opacus_memprof.profiles.profile import (

@@ -11,8 +11,8 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.profiles.categories import as_without_dp
 from opacus_memprof.profiles.difference import DeviceDiff, DeviceTax, Diff, DiffPeak, DiffPhase, PeakDifference, Tax
 from opacus_memprof.profiles.profile import (
     Device,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the events of a profile, with settled categories and names: all of them, or those around each peak.
+"""Reads the events of a profile, with settled categories: all of them, or those around each peak; names their ids.
 
 Events are read in chunks, because a file may be larger than memory.
 """
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opacus_memprof.analysis.names import Names
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
+from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, PARTS, reported_name
 from opacus_memprof.profiles.directory import META
-from opacus_memprof.profiles.meta import read_meta
-from opacus_memprof.profiles.profile import PROOF_OP
+from opacus_memprof.profiles.meta import NameLists, read_meta
+from opacus_memprof.profiles.profile import PROOF_OP, HookedActivations
 
 Rows = npt.NDArray[np.void]
 
@@ -34,6 +34,89 @@ ROW = np.dtype(
 KINDS = ("none", "alloc", "free", "retag", "step", "phase", "snapshot", "seed", "oom", "settled", "gap")
 ALLOC, FREE, RETAG, STEP, PHASE, SNAPSHOT, SEED, OOM = range(1, 9)
 GAP = 10  # `bytes` events are missing here; later free, retag and seed rows show the outcomes of blocks
+
+
+class Names:
+    """The names of one profile.
+
+    Ids that the last meta.json of a killed process does not name become "module 17". Built-in categories and phases
+    always have names.
+
+    Args:
+        names: the names of meta.json, or native.names().
+        replayed: the result of core.replay.
+
+    Attributes:
+        components: module → the component that hooks recognised, or "".
+    """
+
+    def __init__(self, names: NameLists, replayed: Mapping[str, Any]) -> None:
+        builtin: list[str] = replayed["category_names"]
+        self._categories = [*builtin, *names.categories[len(builtin) :]]
+        self._builtin = {reported_name(name) for name in builtin} - {FORWARD_UNDECIDED}
+        self._phases: Sequence[str] = replayed["phase_names"]
+        self._modules = names.modules or [""]  # id 0 is none
+        self.components = dict(zip(names.modules, names.components, strict=False))
+        self._ops = names.ops or [""]
+        self._lines = names.lines
+        self._streams = names.streams
+        self._threads = names.threads
+
+    def category(self, id: int) -> str:
+        return _name(self._categories, id, "category")
+
+    def phase(self, id: int) -> str:
+        return _name(self._phases, id, "phase")
+
+    def module(self, id: int) -> str:
+        """Returns the module's fully qualified name; "" means no module."""
+        return _name(self._modules, id, "module")
+
+    def op(self, id: int) -> str:
+        return _name(self._ops, id, "op")
+
+    def find_op(self, name: str) -> int | None:
+        """Returns the id of an op; None if the profile has none of that name."""
+        return self._ops.index(name) if name in self._ops else None
+
+    def is_line(self, id: int) -> bool:
+        """Returns whether the op stands for lines of the user's own code, `innermost < its caller < ...`."""
+        return id < len(self._lines) and self._lines[id] != ""
+
+    def stream(self, id: int) -> str:
+        return _name(self._streams, id, "stream")
+
+    def thread(self, id: int) -> str:
+        return _name(self._threads, id, "thread")
+
+    def device(self, id: int) -> str:
+        return "cpu" if id == 0 else f"cuda:{id - 1}"
+
+    def reported_category(self, id: int) -> str:
+        return reported_name(self.category(id))
+
+    def categories(self, by_id: Sequence[int]) -> dict[str, int]:
+        """Returns bytes by reported category, from bytes by category id, without empty categories."""
+        result: dict[str, int] = {}
+        for id, count in enumerate(by_id):
+            if count:
+                name = self.reported_category(id)
+                result[name] = result.get(name, 0) + count
+        return result
+
+    def all_categories(self, by_id: Sequence[int]) -> dict[str, int]:
+        """Returns bytes by reported category: all built-in ones, and the program's own that have bytes."""
+        nonzero = self.categories(by_id)
+        names = dict.fromkeys(self.reported_category(id) for id in range(len(self._categories)))
+        return {name: nonzero.get(name, 0) for name in [*names, *nonzero] if name in self._builtin or name in nonzero}
+
+    def hooked_activations(self, by_id: Sequence[int]) -> HookedActivations:
+        """Returns the two parts of the category activation_hooks, from bytes by category id."""
+        return HookedActivations(**{part: by_id[self._categories.index(name)] for name, part in PARTS.items()})
+
+
+def _name(names: Sequence[str], id: int, kind: str) -> str:
+    return names[id] if id < len(names) else f"{kind} {id}"
 
 
 class Events:

@@ -4,20 +4,18 @@
 A detector takes a Run and yields findings. `analysis.defects` has the detectors of defects, and the order of all.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.profiles.profile import Device, Finding
 from opacus_memprof.profiles.units import format_bytes, format_count
 
 # Findings below this share of the peak are not reported: rounding of blocks and small changes of the batch have larger
 # effects.
 MATERIAL = 0.01
-SEVERAL_FORWARDS = 4  # before one backward pass, as of pairs and their views
 _OFTEN = 3  # once can be a batch that the program skips
 
 
@@ -49,10 +47,6 @@ class Run:
             for device, entry in self.devices.items():
                 yield fact, device, entry
 
-    def models_made_in(self) -> dict[str, int]:
-        """Returns the step in which each model was made, by its name."""
-        return {model_of(name)[1]: fact["step"] for name, fact in self.facts_of("model_named")}
-
     def is_material(self, device: str, size: int) -> bool:
         """Returns whether `size` bytes are at least MATERIAL of the device's peak."""
         return size > 0 and size >= MATERIAL * self.devices[device].peak.requested_bytes
@@ -75,6 +69,18 @@ def largest(sizes: Mapping[str, int], count: int = 3) -> str:
     shown = [f"{name or '(no module)'} {format_bytes(size)}" for size, name in rows[:count]]
     more = [f"{len(rows) - count} more"] if len(rows) > count else []
     return ", ".join([*shown, *more])
+
+
+def some(modules: Sequence[str]) -> str:
+    """Lists modules: `fc1, fc2 and 3 more`."""
+    shown = [module or "the model itself" for module in modules[:3]]
+    return ", ".join(shown) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+
+
+FREEZE = (
+    "freeze {} before make_private with requires_grad_(False), or give the optimizer all parameters that are trained"
+)
+ZERO_GRAD = "call optimizer.zero_grad() after each optimizer.step()"
 
 
 def ghost_matrices(run: Run) -> Iterator[Finding]:
@@ -243,248 +249,6 @@ def per_sample_gradients_by_hand(run: Run) -> Iterator[Finding]:
 BY_PARTS = (
     "compute, clip and add up the gradients of a part of the batch at a time, then add noise and step once; or train "
     'with opacus_memprof.PrivacyEngine and grad_sample_mode="flash_clip", which forms no per-sample gradients'
-)
-MANY_BATCHES = 3  # batches beside the one in use: fewer hide the time that copying one takes
-
-
-def batches_on_device(run: Run) -> Iterator[Finding]:
-    """Finds batches on the device that wait for their turn, or have had it."""
-    for fact, device, entry in run.facts_by_device("largest_batch"):
-        peak = entry.peak
-        blocks = Counter(block.bytes for block in peak.largest_blocks if block.category == "inputs")
-        size = peak.categories.get("inputs", 0) - fact["bytes"]
-        # A batch can be a list of tensors of the same size, or have targets larger than it.
-        if (
-            size >= MANY_BATCHES * fact["bytes"] > 0
-            and max(blocks.values(), default=0) > MANY_BATCHES
-            and run.is_material(device, size)
-        ):
-            lines = {line: sizes["inputs"] for line, sizes in peak.lines.items() if "inputs" in sizes}
-            line = max(lines, key=lambda each: lines[each], default="")
-            yield Finding(
-                "batches_on_device",
-                "",
-                size,
-                f"at the peak of {device}, {format_bytes(size)} of batches were live beside the one in use of "
-                f"{format_bytes(fact['bytes'])}: see {line or 'what moves them there'}",
-                BATCH_BY_BATCH,
-                device=device,
-            )
-
-
-BATCH_BY_BATCH = (
-    "move each batch to the device when it is its turn, and keep no list or queue of batches there; a DataLoader with "
-    "pin_memory=True and batch.to(device, non_blocking=True) hide the copy"
-)
-
-
-def forwards_without_backward(run: Run) -> Iterator[Finding]:
-    """Finds the graphs of many forward passes that were live at once, as of an evaluation that adds up losses."""
-    for fact, device, entry in run.facts_by_device("waiting_forwards"):
-        peak = entry.peak
-        size = peak.categories.get("activations", 0)
-        equal = Counter(
-            (b.module, b.bytes) for b in peak.largest_blocks if b.category == "activations" and b.step == fact["step"]
-        )
-        if peak.step == fact["step"] and min(fact["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
-            yield Finding(
-                "forwards_without_backward",
-                "",
-                size,
-                f"{fact['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
-                f"{format_bytes(size)} of activations were live at the peak of {device}: something keeps their "
-                "graphs, such as a list or a sum of losses or outputs",
-                NO_GRAPHS,
-                device=device,
-            )
-
-
-NO_GRAPHS = (
-    "run forward passes that no backward pass follows under torch.no_grad(), and add up loss.item(), not loss; where "
-    "one follows, call loss.backward() for each part instead of adding up the losses"
-)
-
-
-def graphs_without_backward(run: Run) -> Iterator[Finding]:
-    """Finds activations of forward passes that no backward pass follows.
-
-    These are evaluations of a batch larger than all before in training. In the mode no_op, torch.func computes the
-    gradients in a forward pass of its own, and detaches its results.
-    """
-    for fact, device, entry in run.facts_by_device("evaluation_graphs"):
-        peak = entry.peak
-        # Without a backward pass that uses it, what a graph saves counts as a temporary.
-        size = sum(peak.categories.get(category, 0) for category in ("activations", "forward_temporaries"))
-        if (peak.phase, peak.step) == ("forward", fact["step"]) and run.is_material(device, size):
-            yield Finding(
-                "graphs_without_backward",
-                "",
-                size,
-                f"the peak of {device} is in an evaluation, a forward pass in eval mode: it recorded a graph for a "
-                f"backward pass that does not follow, and {format_bytes(size)} of activations and temporaries were "
-                "live",
-                "evaluate under torch.no_grad() or torch.inference_mode(): model.eval() alone keeps all "
-                "activations for a backward pass",
-                device=device,
-            )
-    for fact, device, entry in run.facts_by_device("largest_batch"):
-        peak = entry.peak
-        size = peak.categories.get("forward_temporaries", 0)
-        modules = {block.module for block in peak.largest_blocks if block.category == "forward_temporaries"}
-        is_in_it = (peak.phase, peak.step, True) == ("forward", fact["step"], fact["has_graph"])
-        # Without a graph, a forward pass holds what few modules have made.
-        few = 10 * peak.categories.get("activations", 0) > size or len(modules) < _OFTEN
-        if is_in_it and not few and 2 * size > peak.requested_bytes and not run.facts_of("evaluation_graphs"):
-            yield Finding(
-                "graphs_without_backward",
-                "",
-                size,
-                f"the peak of {device} is in a forward pass that recorded a graph, and no backward pass used what "
-                f"it kept: {format_bytes(size)}",
-                NO_GRAPHS,
-                device=device,
-            )
-    for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
-        clip = entry.phases.get("clip")
-        size = 0 if clip is None else clip.categories.get("activations", 0)
-        if run.is_material(device, size):
-            yield Finding(
-                "graphs_without_backward",
-                "",
-                size,
-                f"{format_bytes(size)} of activations on {device} were still live when the optimizer stepped: a "
-                "forward pass outside of torch.func recorded a graph, and no backward pass follows it",
-                "call the model under torch.no_grad() where only its outputs are needed, as for the accuracy; or "
-                "return them from the function that is differentiated, with torch.func.grad_and_value(..., "
-                "has_aux=True)",
-                device=device,
-            )
-
-
-def activations_of_earlier_steps(run: Run) -> Iterator[Finding]:
-    """Finds activations of an evaluation that recorded graphs, which were live at a peak in a later step."""
-    evaluated_in = {step for _, fact in run.facts_of("evaluations_with_graphs") for step in fact["steps"]}
-    for device, entry in run.devices.items():
-        peak = entry.peak
-        # The program's variables hold the output of one step until the next one replaces it.
-        old = [
-            block
-            for block in peak.largest_blocks
-            if block.category == "activations" and block.step in evaluated_in and block.step < peak.step - 1
-        ]
-        size = sum(block.bytes for block in old)
-        # A collected output alone, which one module has made, may have been detached from its graph.
-        if run.is_material(device, size) and len({block.module for block in old}) > 1:
-            steps = sorted({block.step for block in old})
-            span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            sizes: dict[str, int] = {}
-            for block in old:
-                sizes[block.module] = sizes.get(block.module, 0) + block.bytes
-            yield Finding(
-                "activations_of_earlier_steps",
-                common_module(sizes),
-                size,
-                f"at the peak of {device}, in step {peak.step}, at least {format_bytes(size)} of activations from "
-                f"forward passes of {span} were still live ({largest(sizes)}): something keeps their graph, such as "
-                "the outputs or the sum of the losses of an evaluation",
-                "evaluate under torch.no_grad(), and keep numbers and tensors without a graph: loss.item(), "
-                "output.detach()",
-                device=device,
-                modules=sizes,
-            )
-
-
-_LATER_MODEL = re.compile(r"^(\w+#(\d+))(?:\.|$)")
-
-
-def model_of(module: str) -> tuple[int, str, str]:
-    """Returns a module's model, as its number and name such as `Sequential#2`, and the module's name inside of it."""
-    found = _LATER_MODEL.match(module)
-    return (int(found[2]), found[1], module[found.end() :]) if found else (1, "the first", module)
-
-
-def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[str, int]) -> dict[str, int]:
-    """Returns the bytes of models that an equal one has followed, by their names, such as `Sequential#2`.
-
-    Models that were made in the same step as the last one are trained in turn, as those of clients are.
-
-    Models are equal if modules of the same names have parameters of the same size. A model with activations is still
-    trained, as the other part of a pair is.
-
-    Args:
-        modules: bytes by category of each module.
-        made_in: the step in which each model was made, by its name, as far as known.
-    """
-    parts: dict[tuple[int, str], dict[str, int]] = {}
-    running: set[tuple[int, str]] = set()
-    sizes: dict[tuple[int, str], int] = {}
-    trained: set[tuple[int, str]] = set()  # a copy, as of averaged parameters, has only parameters
-    for module, categories in modules.items():
-        number, model, inside = model_of(module)
-        if module:
-            sizes[number, model] = sizes.get((number, model), 0) + sum(categories.values())
-        if size := categories.get("model_parameters"):
-            parts.setdefault((number, model), {})[inside] = size
-        if module and categories.get("activations"):
-            running.add((number, model))
-        if categories.keys() - {"model_parameters", "buffers"}:
-            trained.add((number, model))
-    last = max(trained & parts.keys(), default=(1, ""))
-    if last not in parts:
-        return {}
-    earlier = (model for model in sorted(parts) if model < last and parts[model] == parts[last])
-    in_turn = {name for name, step in made_in.items() if step == made_in.get(last[1])}
-    return {model[1]: sizes[model] for model in earlier if model not in running and model[1] not in in_turn}
-
-
-def gradients_of_other_models(run: Run) -> Iterator[Finding]:
-    """Finds per-sample gradients of models that wait for their turn, such as those of clients in federated learning."""
-    made_in = run.models_made_in()
-    for device, entry in run.devices.items():
-        peak = entry.peak
-        blocks = [block for block in peak.largest_blocks if block.category == "per_sample_gradients"]
-        now = {model_of(block.module)[1] for block in blocks if block.step == peak.step}
-        sizes: dict[str, int] = {}
-        for module, categories in peak.modules.items():
-            _, model, _ = model_of(module)
-            if model not in now and (size := categories.get("per_sample_gradients", 0)):
-                sizes[model] = sizes.get(model, 0) + size
-        total = sum(sizes.values())
-        in_turn = len({made_in.get(model) for model in (*sizes, *now)}) == 1
-        if now and in_turn and run.is_material(device, total):
-            yield Finding(
-                "gradients_of_other_models",
-                "",
-                total,
-                f"at the peak of {device}, {format_bytes(total)} of per-sample gradients of "
-                f"{format_count(len(sizes), 'other model')} were live ({largest(sizes)}), which were not being trained "
-                "then: they stay until their optimizer's next zero_grad",
-                "call optimizer.zero_grad() after the last step of each model's turn",
-                device=device,
-            )
-
-
-def models_of_earlier_runs(run: Run) -> Iterator[Finding]:
-    """Finds models that are alive at the peak although an equal one has been trained since."""
-    made_in = run.models_made_in()
-    for device, entry in run.devices.items():
-        sizes = earlier_models(entry.peak.modules, made_in)
-        total = sum(sizes.values())
-        if run.is_material(device, total):
-            yield Finding(
-                "models_of_earlier_runs",
-                "",
-                total,
-                f"at the peak of {device}, {format_count(len(sizes), 'equal model')} of earlier trainings were alive, "
-                f"with {format_bytes(total)} of parameters, gradients and optimizer states ({largest(sizes)})",
-                FREE_MODELS,
-                device=device,
-            )
-
-
-FREE_MODELS = (
-    "at the end of each training, delete what refers to its model, such as model, optimizer and loader, and call "
-    "gc.collect(), because a private model is in a reference cycle"
 )
 
 

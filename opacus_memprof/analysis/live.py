@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.analysis.profile import is_being_written, refuse_no_directory
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core

@@ -21,9 +21,8 @@ from opacus_memprof.analysis.device import (
     build_timeline,
     set_proofs_apart,
 )
-from opacus_memprof.analysis.events import Events, find_proofs
+from opacus_memprof.analysis.events import Events, Names, find_proofs
 from opacus_memprof.analysis.findings import Run
-from opacus_memprof.analysis.names import Names
 from opacus_memprof.analysis.oom.advice import find_improvements
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core

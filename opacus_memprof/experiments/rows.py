@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import NamedTuple
 
-from opacus_memprof.analysis.names import as_without_dp
 from opacus_memprof.experiments.configuration import LABELS, MODES, Cell
 from opacus_memprof.experiments.files import read_results
+from opacus_memprof.profiles.categories import as_without_dp
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.profile import FailedAllocation, Finding, Groups, Peak, Sizes
 

@@ -164,6 +164,17 @@ def add_parts(live: Mapping[str, int]) -> dict[str, int]:
     return sums
 
 
+def as_without_dp(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
+    """Returns the bytes by reported category that a run without Opacus would have.
+
+    The `shared` bytes of captures, which autograd holds too, count as activations.
+    """
+    if not shared:
+        return dict(sizes)
+    activations = sizes.get("activations", 0) + shared
+    return {**sizes, ACTIVATION_HOOKS: sizes.get(ACTIVATION_HOOKS, 0) - shared, "activations": activations}
+
+
 def stack_order(categories: Iterable[str]) -> list[str]:
     """Sorts categories from the bottom of a stack to its top: in the order of the table, then the program's own."""
     place = {name: index for index, name in enumerate(BY_NAME)}

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, to_builtins
 
-from opacus_memprof.analysis.events import FREE, OOM, RETAG, Rows, Window, around_peak
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import FREE, OOM, RETAG, Names, Rows, Window, around_peak
 from opacus_memprof.analysis.profile_view import ProfileView
 from opacus_memprof.profiles.files import replacing
 

@@ -24,7 +24,7 @@ FAULTS = [
     ),
     Fault(
         "activations_of_the_last_step",
-        "findings.py",
+        "kept_memory.py",
         "block.step < peak.step - 1",
         "block.step < peak.step",
         "The output of the last step, which a variable holds, is a kept graph.",
@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "outputs_without_a_graph",
-        "findings.py",
+        "kept_memory.py",
         "len({block.module for block in old}) > 1",
         "len({block.module for block in old}) > 0",
         "Collected outputs that are detached are kept graphs.",
@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "evaluation_in_any_step",
-        "findings.py",
+        "kept_memory.py",
         '(peak.phase, peak.step) == ("forward", fact["step"])',
         'peak.phase == "forward"',
         "The peak of a training step is taken for an evaluation's.",
@@ -87,7 +87,7 @@ FAULTS = [
     ),
     Fault(
         "growth_by_more_than_a_quarter",
-        "defects.py",
+        "kept_memory.py",
         'residue["steps"] >= max(MIN_STEPS,',
         'residue["steps"] > max(MIN_STEPS,',
         "Memory that grows in a quarter of the steps is not found.",
@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "little_growth_in_few_steps",
-        "defects.py",
+        "kept_memory.py",
         "steps >= max(REGULAR_STEPS, REGULAR_SHARE",
         "steps >= min(REGULAR_STEPS, REGULAR_SHARE",
         "Small memory that six of many steps have left is reported.",
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "steps_that_do_not_count",
-        "defects.py",
+        "kept_memory.py",
         "_MARGIN = 4",
         "_MARGIN = 2",
         "Steps that the replay leaves out are expected to grow as well.",
@@ -114,7 +114,7 @@ FAULTS = [
     ),
     Fault(
         "growth_of_a_site",
-        "defects.py",
+        "kept_memory.py",
         "total // steps",
         "total // len(found)",
         "What grows each time is what has grown in all.",

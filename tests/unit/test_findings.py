@@ -7,40 +7,42 @@ from typing import Any, cast
 import pytest
 
 from opacus_memprof.analysis.defects import (
-    _some,
     accumulated_per_sample_gradients,
     captures_without_backward,
     different_numbers_of_samples,
     find,
-    growing_memory,
     make_private_failed,
     missing_per_sample_gradients,
     outputs_changed_in_place,
     stale_norm_samples,
     training_is_not_private,
 )
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.analysis.findings import (
     Run,
-    activations_of_earlier_steps,
-    batches_on_device,
     common_module,
     copied_per_sample_gradients,
     discarded_gradients,
-    earlier_models,
-    forwards_without_backward,
     frozen_per_sample_gradients,
     ghost_matrices,
-    gradients_of_other_models,
     gradients_reduced_twice,
-    graphs_without_backward,
     largest,
     noise_allocated_twice,
     noise_of_whole_parameters,
     per_sample_gradients_by_hand,
     per_sample_gradients_in_forward,
+    some,
     unused_per_sample_gradients,
 )
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.kept_memory import (
+    activations_of_earlier_steps,
+    batches_on_device,
+    earlier_models,
+    forwards_without_backward,
+    gradients_of_other_models,
+    graphs_without_backward,
+    growing_memory,
+)
 from tests.unit.made_profiles import a_device, a_peak
 
 
@@ -90,8 +92,8 @@ def test_modules_are_named_by_what_they_share() -> None:
     assert common_module(["a.b.c", "a.b", "a.d.c"]) == "a"
     assert common_module(["a.x.c", "b.x.c"]) == ""
     assert largest({"a": 1, "b": 3, "c": 2}) == "b 3 B, c 2 B, a 1 B"
-    assert _some(["a", "", "c"]) == "a, the model itself, c"
-    assert _some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert some(["a", "", "c"]) == "a, the model itself, c"
+    assert some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
     assert largest({"": 4, "a": 1, "b": 3, "c": 2, "d": 0}) == "(no module) 4 B, b 3 B, c 2 B, 1 more"
 
 

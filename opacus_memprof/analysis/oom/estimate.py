@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opacus_memprof.analysis.findings import model_of
+from opacus_memprof.analysis.kept_memory import model_of
 from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, Failure, History, Leftovers, sum_by
 from opacus_memprof.analysis.oom.layers import (
     NORMS,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from opacus_memprof.analysis.findings import SEVERAL_FORWARDS
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
+from opacus_memprof.analysis.kept_memory import SEVERAL_FORWARDS
 from opacus_memprof.profiles.categories import ACTIVATION_HOOKS, PER_SAMPLE, name_at_failure
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import RoomBytes

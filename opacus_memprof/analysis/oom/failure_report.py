@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.analysis.oom import failure as failures
 from opacus_memprof.analysis.oom.advice import advise
 from opacus_memprof.analysis.oom.advice.changes import bytes_per_sample, largest_that_fits

@@ -8,7 +8,7 @@ run had ended there, with a failed allocation.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from opacus_memprof.analysis.names import Names
+from opacus_memprof.analysis.events import Names
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import COMBINED, DEFECT, Suggestion
 from opacus_memprof.analysis.oom.estimate import estimate_step

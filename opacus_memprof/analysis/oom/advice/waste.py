@@ -4,7 +4,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from opacus_memprof.analysis.findings import MANY_BATCHES, MATERIAL, earlier_models, largest, model_of
+from opacus_memprof.analysis.findings import MATERIAL, largest
+from opacus_memprof.analysis.kept_memory import MANY_BATCHES, earlier_models, model_of
 from opacus_memprof.analysis.oom.advice.changes import largest_that_fits
 from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
 from opacus_memprof.analysis.oom.failure import (
