@@ -36,7 +36,7 @@ def main() -> None:
     bench: type[RivalBench] = RivalBench
     if sharded := "WORLD_SIZE" in os.environ:  # not imported otherwise: forks of Opacus may not have what it needs
         from benchmarks.clipping.rivals_sharded import ShardedBench
-        from opacus_memprof.experiments.sharded_run import join_group, leave_group
+        from opacus_memprof.experiments.training import join_group, leave_group
 
         bench, device = ShardedBench, join_group(device.type)
     found = configs[arguments.config]

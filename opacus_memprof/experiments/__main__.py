@@ -11,7 +11,7 @@ from pathlib import Path
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.files import read_json, write_json
+from opacus_memprof.experiments.files import rank_result_file, read_json, write_json
 from opacus_memprof.experiments.process import CONFIGURATION, PROFILE_DIRECTORY, RESULT
 from opacus_memprof.integrations.hub import use_cache_if_hub_unreachable
 
@@ -31,8 +31,7 @@ def main() -> None:
         return
     if configuration.pretrained:
         use_cache_if_hub_unreachable()
-    from opacus_memprof.experiments.sharded_run import leave_group, rank_result_file  # loads torch
-    from opacus_memprof.experiments.training import train
+    from opacus_memprof.experiments.training import leave_group, train  # loads torch
 
     result = train(configuration, directory / PROFILE_DIRECTORY)
     write_json(directory / rank_result_file(RESULT), result)
@@ -54,7 +53,6 @@ def _start_virtual_gpu(configuration: Configuration, directory: Path) -> bool:
         return True
     except MemprofError as error:
         from opacus_memprof.experiments.result import ProgressLog, build_result
-        from opacus_memprof.experiments.sharded_run import rank_result_file  # loads torch
 
         profile = directory / PROFILE_DIRECTORY
         result = build_result(configuration, ProgressLog(), None, profile, error, profile)

@@ -25,8 +25,7 @@ from opacus_memprof.experiments.figures.timeline import TimeAxis
 from opacus_memprof.experiments.files import MANIFEST, read_json, read_result, write_json
 from opacus_memprof.experiments.rows import Row, sort_by_mode
 from opacus_memprof.experiments.tables import TABLES
-from opacus_memprof.jobs.directory import locked_directory
-from opacus_memprof.profiles.directory import LOCK
+from opacus_memprof.profiles.directory import LOCK, locked_directory
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import FORMAT

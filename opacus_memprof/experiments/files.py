@@ -2,12 +2,14 @@
 """Reads and writes the JSON files of experiments."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 
+from opacus_memprof.analysis.job import load_ranks
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import MODES
 from opacus_memprof.profiles.experiment_result import ExperimentResult
@@ -17,6 +19,8 @@ from opacus_memprof.profiles.json_object import JsonObject, read_json_object
 MANIFEST = "manifest.json"  # of a directory of results: the common settings
 PROGRESS = "> "  # begins a line with a run's progress
 
+# The status of the merged result of a job is the first of these that a process has.
+_STATUS_ORDER = ("out_of_memory", "failed", "killed", "finished")
 _REMEDY = "remove it, or run the experiment again"
 
 
@@ -68,3 +72,29 @@ def read_results(directory: Path) -> dict[str, ExperimentResult]:
     if not results:
         raise MemprofError(f"there is no result in {directory}: run `opacus-memprof experiments` first")
     return results
+
+
+def rank_result_file(name: str) -> str:
+    """Returns the name of the file for this process' result: `name` for rank 0, `result_1.json` … for the others."""
+    rank = int(os.environ.get("RANK", "0"))
+    return name if rank == 0 else f"{Path(name).stem}_{rank}.json"
+
+
+def merge_results(directory: Path, name: str, profile: Path) -> None:
+    """Merges the results of all ranks into the file `name`.
+
+    It is the result with the worst status, with `ranks`, the summary of all ranks (docs/format.md). Writes nothing if
+    no rank has left a result.
+    """
+    results = {path: read_result(path) for path in sorted(directory.glob(f"{Path(name).stem}*.json"))}
+    if not results:
+        return
+    worst = min(results.values(), key=lambda result: _STATUS_ORDER.index(result.status))
+    try:
+        worst.ranks = load_ranks(profile)
+    except MemprofError:
+        worst.ranks = None
+    write_json(directory / name, worst)
+    for path in results:
+        if path.name != name:
+            path.unlink()

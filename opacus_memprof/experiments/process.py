@@ -10,7 +10,7 @@ from typing import Any
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.files import PROGRESS, read_result, write_json
+from opacus_memprof.experiments.files import PROGRESS, merge_results, read_result, write_json
 from opacus_memprof.jobs.pool import Processes
 from opacus_memprof.profiles.directory import RANKS, ProfileDirectory, rank_directories, refuse_foreign_files
 from opacus_memprof.profiles.experiment_result import ExperimentResult
@@ -66,8 +66,6 @@ def run(
     except OSError as error:
         raise MemprofError(f"cannot write the experiment to {path} ({error.strerror}): choose another place") from error
     if configuration.nproc > 1:
-        from opacus_memprof.experiments.sharded_run import merge_results  # loads torch
-
         merge_results(path, RESULT, path / PROFILE_DIRECTORY)
     if (path / RESULT).exists():
         return read_result(path / RESULT)

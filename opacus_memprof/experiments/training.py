@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one configuration under a profiling session, with times and snapshots of its steps."""
+"""Trains one configuration under a profiling session, with times and snapshots of its steps.
 
+In several processes, FSDP2 shards the model over them.
+"""
+
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.fsdp_utils import FSDP2Wrapper
 from torch import Tensor, nn
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments import data, models, sharded_run
+from opacus_memprof.experiments import data, models
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.result import ProgressLog, build_result
 from opacus_memprof.language import tr, tr_sentence
@@ -23,6 +29,8 @@ from opacus_memprof.profiles.experiment_result import DataSource, ExperimentResu
 from opacus_memprof.profiles.units import format_bytes, megabytes
 from opacus_memprof.session import Session, one_line, outcome, tag
 from opacus_memprof.session.privacy_engine import PrivacyEngine
+
+_GLOO_EXIT_SECONDS = 0.2
 
 
 def train(configuration: Configuration, profile_directory: Path) -> ExperimentResult:
@@ -65,7 +73,7 @@ class _Run:
         self._device = torch.device(self._session.device)
         if configuration.nproc > 1:
             progress.begin("joining the other processes")
-            self._device = sharded_run.join_group(self._session.device)
+            self._device = join_group(self._session.device)
         progress.begin("loading the model")
         model = models.build_model(configuration, self._device)
         self._session.attach(model)
@@ -81,7 +89,7 @@ class _Run:
 
         if configuration.nproc > 1:
             progress.begin("sharding the model")
-            model = sharded_run.shard(model)
+            model = FSDP2Wrapper(model)  # every layer separately, as Opacus requires
             self._session.attach(model)
             self._snapshot("fsdp_wrapped")
 
@@ -244,3 +252,32 @@ class Trainer:
         # The criterion of ghost clipping needs to know which tokens belong to a sample.
         extra = {"shape": logits.shape} if self.mode == "ghost" and logits.dim() == 3 else {}
         return self.criterion(logits.flatten(0, -2), targets.flatten(), **extra)
+
+
+def join_group(device: str) -> torch.device:
+    """Joins the process group, and returns the device of this process. Raises the errors of torch.distributed.
+
+    Raises:
+        MemprofError: there are fewer GPUs than processes.
+    """
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if own.index >= torch.cuda.device_count():
+        raise MemprofError(f"there are {torch.cuda.device_count()} GPUs: use at most as many processes")
+    torch.cuda.set_device(own)
+    dist.init_process_group("nccl", device_id=own)
+    return own
+
+
+def leave_group() -> None:
+    """Leaves the process group. The process may end then."""
+    if not dist.is_initialized():
+        return
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    if backend == "gloo":
+        # gloo's threads, which DTensor's caches keep running, free a collective's tensors some time after its result is
+        # ready. If Python ends while such a thread waits for the GIL, the process aborts.
+        time.sleep(_GLOO_EXIT_SECONDS)

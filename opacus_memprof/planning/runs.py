@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs many virtual runs at once, and stores each in runs.jsonl when it ends."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,16 +14,52 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.jobs.directory import Journal, locked_directory
 from opacus_memprof.jobs.executors import PersistentExecutor
 from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes, usable_workers
 from opacus_memprof.planning.configuration import PlannedConfiguration
 from opacus_memprof.planning.virtual_run import ForkedRuns, VirtualRun, run_environment, run_virtually
-from opacus_memprof.profiles.directory import EVENTS, LOCK, PLAN, PLANNED_RUNS, RUNS
-from opacus_memprof.profiles.files import writing
+from opacus_memprof.profiles.directory import EVENTS, LOCK, PLAN, PLANNED_RUNS, RUNS, locked_directory
+from opacus_memprof.profiles.files import read_regular, writing
 from opacus_memprof.versions import VERSION
 
 Key = TypeVar("Key")
+
+
+class Journal:
+    """A file with one JSON object per line, for each run that has ended.
+
+    Args:
+        path: the path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def exists(self) -> bool:
+        """Returns whether the file exists."""
+        return self._path.exists()
+
+    def clear(self) -> None:
+        """Empties the file, and creates it if needed. Raises MemprofError if it cannot be written."""
+        with writing(self._path):
+            self._path.write_bytes(b"")
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Appends an entry. Raises MemprofError if the file cannot be written."""
+        with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def entries(self) -> Iterator[Any]:
+        """Yields the entries. Skips a partial line, which a killed process may leave."""
+        if not self.exists():
+            return
+        try:
+            lines = read_regular(self._path).splitlines()
+        except OSError as error:
+            raise MemprofError(f"{self._path} cannot be read ({error.strerror}): choose another directory") from error
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
 
 
 class PlannedRuns:

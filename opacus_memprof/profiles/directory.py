@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,31 @@ def _refuse_unless_job(path: Path) -> None:
 def _is_empty(path: Path) -> bool:
     """Returns whether the directory has only a lock and the reports of an earlier profile."""
     return all(entry.name == LOCK or _REPORTS.fullmatch(entry.name) for entry in path.iterdir())
+
+
+@contextlib.contextmanager
+def locked_directory(path: Path, refuse_other_files: Callable[[], object]) -> Iterator[None]:
+    """A context manager that makes a directory and locks it for this process.
+
+    Args:
+        path: the absolute path.
+        refuse_other_files: raises MemprofError if the directory holds files that must not be mixed with the results.
+            Called before and after locking, because another process may write files in between.
+
+    Raises:
+        MemprofError: another process holds the lock, or `refuse_other_files` raises it.
+        OSError: the directory cannot be written.
+    """
+    refuse_other_files()
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = lock(path)
+    try:
+        refuse_other_files()
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (path / LOCK).unlink()
+        os.close(descriptor)
 
 
 def lock(directory: Path) -> int:

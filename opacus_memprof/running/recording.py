@@ -26,8 +26,13 @@ from opacus_memprof.profiles.directory import RANK_DIRECTORY, ProfileDirectory, 
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.recording.startup import AfterImport
-from opacus_memprof.running.program import Program, print_exception
-from opacus_memprof.running.started_ranks import before_init_process_group, record_started_ranks, variables
+from opacus_memprof.running.program import (
+    Program,
+    before_init_process_group,
+    print_exception,
+    record_started_ranks,
+    variables,
+)
 
 if TYPE_CHECKING:
     from opacus_memprof.session import Session

@@ -10,7 +10,7 @@ import pytest
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.sharded_run import merge_results
+from opacus_memprof.experiments.files import merge_results
 from opacus_memprof.profiles.directory import claim
 from tests.unit.event_files import EventFile
 from tests.unit.sweep_results import BASE, assert_contains, failed, finished, out_of_memory

@@ -193,7 +193,7 @@ FAULTS = [
         unit("launch::the_first_rank_that_fails_decides_the_exit_code"),
     ),
     _fault(
-        "running/started_ranks.py",
+        "running/program.py",
         "rank_0_is_none",
         "for name, value in found.items() if value not in (-1, None)}",
         "for name, value in found.items() if value and value != -1}",

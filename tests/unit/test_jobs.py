@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.jobs.directory import Journal, locked_directory
 from opacus_memprof.jobs.pool import DevicePool, PendingJobs, Processes
+from opacus_memprof.planning.runs import Journal
+from opacus_memprof.profiles.directory import locked_directory
 
 JOBS = range(12)
 

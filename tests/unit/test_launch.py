@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.running.program import fork_for_each
-from opacus_memprof.running.started_ranks import variables
+from opacus_memprof.running.program import fork_for_each, variables
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "29500"}
 SLURM = {

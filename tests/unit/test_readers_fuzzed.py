@@ -24,7 +24,7 @@ from opacus_memprof.cli import app
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.data import _read_texts
 from opacus_memprof.experiments.files import read_results
-from opacus_memprof.jobs.directory import Journal
+from opacus_memprof.planning.runs import Journal
 from opacus_memprof.profiles.core import Follower, for_event_rows, replay
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import read_json_object, to_json

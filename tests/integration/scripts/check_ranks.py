@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.sharded_run import leave_group
+from opacus_memprof.experiments.training import leave_group
 
 WRAPPERS = {"dpddp": DifferentiallyPrivateDistributedDataParallel, "fsdp2": FSDP2Wrapper}
 CASES = (

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from opacus_memprof.experiments.sharded_run import leave_group
+from opacus_memprof.experiments.training import leave_group
 from tests.integration.clipping_by_hand import Batch
 from tests.integration.flash_clip_models import Engine, criterion
 from tests.integration.scripts.clip_ranks_exact import CASES as EXACT

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_memprof import clipping
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.experiments.sharded_run import leave_group
+from opacus_memprof.experiments.training import leave_group
 from tests.integration.clipping_by_hand import Batch, by_hand
 
 BOUND = 0.4

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_memprof.clipping import FlashClipEngineMixin
-from opacus_memprof.experiments.sharded_run import leave_group
+from opacus_memprof.experiments.training import leave_group
 
 FEATURES, WIDTH, CLASSES, BATCH = 64, 256, 8, 16
 
