@@ -75,11 +75,11 @@ def why_there_is_no_extension() -> str:
 
 
 def how_to_build(package: Path = PACKAGE, variables: str = "") -> str:
-    """Returns what to do, with the command, so that the package has extensions for the installed torch.
+    """Returns the command that builds the extensions for the installed torch, as a part of a sentence.
 
     Args:
         package: the folder of opacus_memprof.
-        variables: what precedes the command, such as "OPACUS_MEMPROF_CUDA=1 ".
+        variables: environment variables before the command, such as "OPACUS_MEMPROF_CUDA=1 ".
     """
     if (package / BUILDS.name).is_dir():
         if _installed_torch() is None:

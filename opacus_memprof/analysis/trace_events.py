@@ -338,7 +338,7 @@ def _frees_have_stacks(stacks: Array, action: Array, order: Array, birth: Array)
 
 
 def _by_block(rows: Array, action: Array) -> Array:
-    """Returns the rows of blocks, those of each address together, in order."""
+    """Returns the indices of rows about blocks, sorted by address and then in the order of the events."""
     chosen = _rows_where(action != _FAILED)
     result: Array = chosen[np.argsort(rows["key"][chosen], kind="stable")]
     return result

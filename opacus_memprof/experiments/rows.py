@@ -128,12 +128,12 @@ class Row:
         return (Path(self.folder) / report).as_posix() if report else ""
 
     def operation_peak(self, name: str) -> int:
-        """Returns the highest bytes within one of OPERATIONS; 0 if it was not reached."""
+        """Returns the peak bytes of one of OPERATIONS; 0 if the run has not reached it."""
         phase = self.result.phases.get(name)
         return 0 if phase is None else phase.peak_bytes
 
     def operation(self, name: str) -> Sizes:
-        """Returns the bytes by category at the highest instant within one of OPERATIONS; {} if it was not reached."""
+        """Returns the bytes by category at the peak of one of OPERATIONS; {} if the run has not reached it."""
         phase = self.result.phases.get(name)
         return {} if phase is None else phase.categories
 

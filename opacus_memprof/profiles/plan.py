@@ -217,7 +217,7 @@ def add_trials(report: OomReport, directory: Path = Path(PLAN_DIRECTORY)) -> Non
         directory: of the plan.
     """
     trials: dict[str, Trial] = {}
-    with contextlib.suppress(MemprofError, OSError):  # without a plan that can be read, nothing was tried
+    with contextlib.suppress(MemprofError, OSError):  # without a readable plan, nothing is known to have been tried
         plan = read_json_object(directory / PLAN, Plan)
         if plan.verdict is not UNSET and _is_plan_of(plan, report, directory / PLAN):
             trials = {

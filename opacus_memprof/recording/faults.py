@@ -102,7 +102,11 @@ class Containment:
 
 
 def contain(doing: str) -> Containment:
-    """Contains the exceptions of a block or a function. `doing` completes "the profiler failed while"."""
+    """Makes a block or function of the profiler never raise: an exception becomes a fault.
+
+    Args:
+        doing: what it does, as it completes the sentence "the profiler failed while".
+    """
     return Containment(doing)
 
 

@@ -44,9 +44,9 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def freeze_in_checkpoints(parameters: Sequence[torch.Tensor]) -> None:
-    """Freezes these parameters when functions that this thread checkpoints from now on run again.
+    """Freezes parameters while checkpointed functions are recomputed.
 
-    Ends with `end_freezing_in_checkpoints`.
+    This applies to functions that this thread checkpoints until it calls `end_freezing_in_checkpoints`.
     """
     _begin()
     _thread.frozen.append(parameters)
@@ -59,7 +59,7 @@ def end_freezing_in_checkpoints() -> None:
 
 
 def _followed(function: Any) -> Any:
-    """Returns the function of a checkpoint, with parameters frozen when it runs again."""
+    """Returns a checkpointed function that runs with the frozen parameters when it is recomputed."""
     parameters = [p for frozen in _thread.frozen for p in frozen]
     if not parameters:
         return function

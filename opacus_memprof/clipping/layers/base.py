@@ -30,7 +30,7 @@ class KeptTensors:
         pair: input and output gradient, if these are smaller than the weight's per-sample gradients.
         lost: on CUDA, booleans [B]: samples whose tokens cancel, so that the product that forms the clipped sum of
             `pair` would lose digits. None if there are no such samples.
-        noted_version: the `version` when backward has kept the tensors.
+        noted_version: the value of `version()` when backward had just kept the tensors.
     """
 
     norms: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from opacus_memprof.clipping.kernels.norms import has_kernels, is_small
 from opacus_memprof.clipping.layers.base import KeepFunction, KeptTensors, Layer, keep_stacks
 from opacus_memprof.clipping.workspace import CPU_DTYPES, Workspace, accumulation_dtype, slices
 
-_FLOAT32_EPS = torch.finfo(torch.float32).eps  # what torch.rms_norm takes by default, in low precision, too
+_FLOAT32_EPS = torch.finfo(torch.float32).eps  # torch.rms_norm's default, in low precision too
 
 
 class _LastDimensionsNorm(Layer):

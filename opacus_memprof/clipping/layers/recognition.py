@@ -61,7 +61,7 @@ def _embedding(name: str, module: nn.Embedding, weight: torch.Tensor) -> Layer |
 
 def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
     values: dict[str, torch.Tensor] = {}
-    if not weight.any():  # zeros show nothing; a large weight on a virtual GPU has no other values
+    if not weight.any():  # with zeros, any two layers agree; on a virtual GPU, large weights are always zeros
         values = {
             key: torch.randn(p.shape, dtype=p.dtype) for key, p in (("weight", weight), ("bias", bias)) if p is not None
         }

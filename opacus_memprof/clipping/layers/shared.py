@@ -55,7 +55,7 @@ class SharedGradient:
         name: the name of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
-        noted_version: the `version` when the last use was added.
+        noted_version: the value of `version()` when the last use was added.
         kept_norms: the squared norms, once they are known, and on CUDA the samples whose tokens cancel.
     """
 

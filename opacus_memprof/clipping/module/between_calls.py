@@ -128,11 +128,11 @@ class OtherSamples(TorchDispatchMode):
 
     @torch.no_grad()
     def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:
-        """Returns whether losses are sums over the samples, as far as it is known.
+        """Returns whether losses are sums over the samples; True if this is unknown.
 
         Args:
-            losses: the tensors of which a backward begins.
-            weights: their gradients; None for a scalar's.
+            losses: the tensors that backward starts from.
+            weights: their gradients; None for a scalar loss.
         """
         totals = []
         for plan in (None, 0, 1, len(self.kept)):  # of all samples, two complementary halves, and none

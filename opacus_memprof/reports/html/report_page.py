@@ -247,7 +247,10 @@ def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
 
 
 def _encode(timeline: Timeline, events_per_row: int) -> dict[str, Any]:
-    """Returns a timeline as differences from row to row, mostly 0. A row is the highest of `events_per_row` events."""
+    """Returns a timeline with each column as differences from row to row, which are mostly 0.
+
+    A row shows the event with the most live bytes of each `events_per_row` events.
+    """
     phases = list(dict.fromkeys(timeline.phase))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},

@@ -39,7 +39,7 @@ def training_changes(case: Case) -> list[Change]:
 
 
 def change_training(case: Case) -> Iterator[Suggestion]:
-    """Suggests each of these changes alone."""
+    """Suggests each change of `training_changes` alone."""
     for change in training_changes(case):
         yield _suggestion(case, [change])
 

@@ -204,7 +204,7 @@ def move_batches_in_turn(case: Case) -> Iterator[Suggestion]:
 
 
 def _keep_fewer_tensors(case: Case) -> Iterator[Suggestion]:
-    """Suggests moving tensors in turn, if a line has made so many before the first step that memory ran out."""
+    """Suggests moving tensors one at a time, if one line made many of them and memory ran out before the first step."""
     groups = [group for group in case.failure.block_groups if group.category == "unattributed"]
     group = max(groups, key=lambda each: each.bytes, default=None)
     count = 0 if group is None else group.bytes // group.largest
