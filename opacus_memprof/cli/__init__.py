@@ -49,8 +49,8 @@ for command in (experiment, experiments, sweep, single_gpu):
 app.command(rich_help_panel=EXPERIMENTS_PANEL)(draw)
 app.command(rich_help_panel=DEBUG_PANEL)(debug)
 
-# Words of typer in --help, which are constants of its rich_utils.
-TYPERS_WORDS = ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "DEFAULT_STRING", "REQUIRED_LONG_STRING")
+# Constants of typer.rich_utils that are words in --help.
+TYPER_CONSTANTS = ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "DEFAULT_STRING", "REQUIRED_LONG_STRING")
 
 
 def _print_version(asked: bool) -> None:
@@ -95,7 +95,7 @@ def main() -> None:
             from typer import rich_utils
 
             translate_help(command)
-            for name in TYPERS_WORDS:
+            for name in TYPER_CONSTANTS:
                 setattr(rich_utils, name, tr_help(getattr(rich_utils, name)))
         command()
     except MemprofError as error:

@@ -191,8 +191,8 @@ class Candidate(NamedTuple):
     requirement: str
 
 
-class Found(NamedTuple):
-    """The last good candidate and the first bad one, with profiles, and the number of those left out between them."""
+class BisectionResult(NamedTuple):
+    """The last good candidate and the first bad one, their profiles, and how many between them cannot run."""
 
     good: str
     bad: str
@@ -219,7 +219,7 @@ class Bisection:
     wheelhouse: Path | None
     directory: Path
 
-    def find(self, good: str, bad: str, tried: Callable[[str, str], object]) -> Found:
+    def find(self, good: str, bad: str, tried: Callable[[str, str], object]) -> BisectionResult:
         """Returns the first bad candidate. Leaves out those between the ends that cannot be installed or run.
 
         Args:
@@ -258,7 +258,7 @@ class Bisection:
                 tried(left.pop(middle).name, f"left out, because {error}")
         before, after = left
         between = known.index(after) - known.index(before) - 1
-        return Found(before.name, after.name, profiles[before], profiles[after], between)
+        return BisectionResult(before.name, after.name, profiles[before], profiles[after], between)
 
     def _releases(self, good: str, bad: str) -> list[Candidate]:
         version: Any = require("packaging.version", "bisections").Version

@@ -124,15 +124,15 @@ def _replay(recording: Recording, settings: str) -> Replay:
             f"{format_bytes(recording.memory)} cannot be simulated: {format_bytes(context + beside)} are used outside "
             "torch's memory, and the rest must be at least 256 MiB and at most 1 TiB"
         ) from None
-    played = _play(recording, settings, recording.memory - beside)
-    needed = played["reserved"]
-    if played["failed"] is not None:
-        whole = _play(recording, settings, LARGEST_MEMORY)
+    outcome = _run_replay(recording, settings, recording.memory - beside)
+    needed = outcome["reserved"]
+    if outcome["failed"] is not None:
+        whole = _run_replay(recording, settings, LARGEST_MEMORY)
         needed = None if whole["failed"] is not None else whole["reserved"]
-    return Replay(settings, played["failed"] is None, needed=needed, **played)
+    return Replay(settings, outcome["failed"] is None, needed=needed, **outcome)
 
 
-def _play(recording: Recording, settings: str, memory: int) -> dict[str, Any]:
+def _run_replay(recording: Recording, settings: str, memory: int) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
     if settings:
         environment[_SETTINGS[1]] = settings

@@ -24,7 +24,7 @@ class _OutOfMemoryError(Exception):
         self.request = request
 
 
-class Player:
+class AllocatorReplay:
     """Replays the blocks of one device.
 
     Attributes:
@@ -37,13 +37,13 @@ class Player:
         self._events = events
         self._device = 1 + int(device.partition(":")[2])  # of an event
         self._torch = torch
-        self._hand_out = torch._C._cuda_cudaCachingAllocator_raw_alloc
-        self._give_back = torch._C._cuda_cudaCachingAllocator_raw_delete
+        self._raw_alloc = torch._C._cuda_cudaCachingAllocator_raw_alloc
+        self._raw_delete = torch._C._cuda_cudaCachingAllocator_raw_delete
         self._streams: dict[int, Any] = {}
         self._held: dict[int, tuple[int, int]] = {}  # by block: its address here, and its bytes
         self._live = self.requested = 0
 
-    def play(self) -> dict[str, Any] | None:
+    def run(self) -> dict[str, Any] | None:
         """Replays all events. Returns the request at which memory ran out, or None."""
         try:
             self._events.for_each_chunk(self._take)
@@ -63,16 +63,16 @@ class Player:
                 address, size = self._held.pop(block)
                 self._live -= size
                 if address:
-                    self._give_back(address)
+                    self._raw_delete(address)
             elif kind == OOM:  # it may succeed here
                 address = self._allocate(size, stream, rows[index])
                 self.requested = max(self.requested, self._live + size)
                 if address:
-                    self._give_back(address)
+                    self._raw_delete(address)
 
     def _allocate(self, size: int, stream: int, row: Any) -> int:
         try:
-            return int(self._hand_out(size, self._stream(stream))) if size else 0
+            return int(self._raw_alloc(size, self._stream(stream))) if size else 0
         except self._torch.OutOfMemoryError:
             names = self._events.names
             raise _OutOfMemoryError(
@@ -99,15 +99,15 @@ def _replay(asked: dict[str, Any], directory: Path) -> dict[str, Any]:
         import torch
 
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        player = Player(Events(directory), asked["device"])
-        failed = player.play()
+        replay = AllocatorReplay(Events(directory), asked["device"])
+        failed = replay.run()
     except (RuntimeError, ValueError) as error:
         raise MemprofError(f"torch's allocator refuses these settings: {str(error).splitlines()[0]}") from None
     free, _ = torch.cuda.mem_get_info()
     return {
         "failed": failed,
         "reserved": torch.cuda.max_memory_reserved(),
-        "requested": player.requested,
+        "requested": replay.requested,
         "may_reserve": torch.cuda.memory_reserved() + free,
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
     }

@@ -129,11 +129,11 @@ def view_verdict(verdict: Verdict) -> VerdictView:
     about = "" if run.fits or verdict.whole is not None else "predicted "
     lines = [f"needs a GPU with {about}{format_bytes(verdict.needed)}, {format_bytes(run.context or 0)} of it for CUDA"]
     if run.fits:
-        where = f"on {gpu}, with {format_bytes(verdict.spare)} to spare"
+        where = f"on {gpu}, with {format_bytes(verdict.free_bytes)} to spare"
         if run.retries:
             lines.append(_only_just(run))
     else:
-        where = f"on {gpu}: {about}{format_bytes(max(-verdict.spare, 0))} too much"
+        where = f"on {gpu}: {about}{format_bytes(max(-verdict.free_bytes, 0))} too much"
         lines.append(f"memory ran out at {_place(run)}")
     if (kind := verdict.predicted_gpu) is not None:
         size = format_bytes(GPUS[kind].total_memory)
@@ -316,7 +316,7 @@ def verdict_content(verdict: Verdict) -> PlanVerdict:
         memory_bytes=verdict.configuration.memory,
         fits=verdict.run.fits,
         needed_bytes=verdict.needed,
-        spare_bytes=verdict.spare,
+        spare_bytes=verdict.free_bytes,
         predicted_gpu=verdict.predicted_gpu,
         run=run_content(verdict.run),
         with_more_memory=None if verdict.whole is None else run_content(verdict.whole),

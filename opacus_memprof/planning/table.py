@@ -32,12 +32,12 @@ from opacus_memprof.planning.virtual_run import VirtualRun
 from opacus_memprof.profiles.units import format_bytes
 
 MOST_RUNS = 16  # of a cell
-_FORETOLD = 8  # of them are chosen by what the earlier ones foretell; then what is left is halved
-_CLOSE = 100  # an answer that needs cached memory back, to one in so many
-_FAR = 1.5  # times the largest value that fitted: predictions beyond it are inexact
-_PART_OF_FAR = 0.85  # of the way there
-_PART_OF_FLUSHED = 0.85  # of the way to the upper limit: what does not fit, and not by far, foretells the most
-_MUCH = 1.25  # times as much as fits without returning cached memory would fit if all of that could be returned
+_PREDICTED = 8  # runs whose value is predicted from earlier runs; later runs halve the interval
+_CLOSE = 100  # an answer that is reached only by returning cached memory is exact to one in so many
+_FAR = 1.5  # predictions are inexact for more than so many times the largest value that fitted
+_PART_OF_FAR = 0.85  # of the way to that limit
+_PART_OF_FLUSHED = 0.85  # of the way to the upper limit: a run that barely does not fit predicts best
+_MUCH = 1.25  # so many times the value that fits without returning cached memory would fit if all of it were returned
 _NEAR = 10  # what is not farther than this part of a value that fits is foretold exactly
 _SLOW = 0.85  # of what is between: if runs foretell so little, it is halved
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
@@ -125,8 +125,8 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
     Returns:
         None when the largest value is known, or `low` has not fitted. The largest value is known when it has fitted,
         the next value has not fitted or is beyond `high`, and the round values below it have fitted as far as cached
-        memory was returned there. After _FORETOLD runs, one that is as _CLOSE as that suffices. Also None after
-        MOST_RUNS.
+        memory was returned there. After _PREDICTED runs, a value that is exact to one in _CLOSE suffices. Also None
+        after MOST_RUNS.
     """
     if low not in points:
         return low
@@ -135,7 +135,7 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
         return None
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
     rounder = _rounder(points, found, good)
-    halves = len(points) >= _FORETOLD and found.bad is not None
+    halves = len(points) >= _PREDICTED and found.bad is not None
     guess = (good + top) // 2 if halves else min(max(_guess(points, found, top), good + 1), top - 1)
     if top - good <= max(1, good // _CLOSE if halves and points[good].retries else 1):
         return rounder[-1] if rounder else None
@@ -315,7 +315,7 @@ def _check(cell: PlannedCell, searched: Range | None, run: VirtualRun) -> None:
     """Calls check_run; raises a separate error if the program does not have the searched argument."""
     program = cell.configuration.program
     if searched is not None and run.status == "failed":
-        words = run.last_words()
+        words = run.last_line()
         instead = _instead(program, searched)
         if any(refusal in words.lower() for refusal in _REFUSALS):
             raise MemprofError(f"{program.name} has no argument {searched.name} ({words}): {instead}")

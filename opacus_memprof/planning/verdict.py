@@ -58,8 +58,8 @@ class Verdict:
     advice: Sequence[Advice] = ()
 
     @property
-    def spare(self) -> int:
-        """Bytes of the card that are not needed; negative if it does not fit."""
+    def free_bytes(self) -> int:
+        """Bytes of the GPU that the run does not need; negative if it does not fit."""
         return self.memory - self.needed
 
     @property
@@ -91,7 +91,7 @@ def check_run(program: PlannedProgram, run: VirtualRun) -> None:
     log = Path(run.directory) / LOG
     if run.status in ("failed", "killed"):
         ended = "failed" if run.status == "failed" else "was killed"
-        reason = run.error or run.last_words() or "it printed nothing"
+        reason = run.error or run.last_line() or "it printed nothing"
         raise MemprofError(f"{program.name} {ended} on the virtual GPU ({reason}): see {log}")
     if run.requested is None:
         raise MemprofError(f"{program.name} allocated nothing on the GPU: let it train on cuda (see {log})")
@@ -129,7 +129,7 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
         result = None if applied is None else next(results)
         failure = ""
         if result is not None and (result.status in ("failed", "killed") or not result.requested):
-            failure = result.error or result.last_words() or "it used no GPU"
+            failure = result.error or result.last_line() or "it used no GPU"
         predicted = suggestion["predicted_peak_bytes"]
         advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
     if whole.fits:

@@ -90,8 +90,8 @@ class VirtualRun:
         report = self.oom_report()
         return 0 if report is None else (report["room"]["reserved_bytes"] or 0) + report["request"]["bytes"]
 
-    def last_words(self) -> str:
-        """Returns the last line with words that the program itself printed, without a frame; "" if it printed none."""
+    def last_line(self) -> str:
+        """Returns the last line that the program printed, without the frame of a box; "" if it printed no words."""
         text = (Path(self.directory) / LOG).read_text(encoding="utf-8", errors="replace")
         lines = (line.strip(" \t│") for line in reversed(text.partition(_SUMMARY)[0].splitlines()))
         return next((line for line in lines if any(map(str.isalnum, line)) and not line.startswith(_NOTE)), "")

@@ -23,13 +23,13 @@ _VARIABLES = (
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
-_played: list[int] | None = None
+_simulated: list[int] | None = None
 
 
-def set_played_ranks(ranks: list[int]) -> None:
+def set_simulated_ranks(ranks: list[int]) -> None:
     """Sets which ranks of a simulated job run."""
-    global _played
-    _played = ranks
+    global _simulated
+    _simulated = ranks
 
 
 class Launch(JsonObject):
@@ -83,7 +83,7 @@ class Launch(JsonObject):
             return None
         job = "/".join(environment.get(name, "") for name in _JOB)
         restart = "/".join(environment.get(name, "0") for name in _RESTARTS)
-        return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart, _played)
+        return cls(rank, world_size, local_rank, socket.gethostname(), job, os.getppid(), restart, _simulated)
 
     def same_job(self, other: "Launch | None") -> bool:
         """Returns whether both belong to the same attempt of the same job."""

@@ -193,7 +193,7 @@ def write_plan_pictures(plan: Plan, path: str | os.PathLike[str]) -> list[Path]:
             if searched is not None:
                 _draw_largest(next(places), searched.argument, shown)
             if draws is not None:
-                _draw_draws(next(places), draws, THEMES[theme])
+                _draw_probability(next(places), draws, THEMES[theme])
             legend(figure, axes)
     return list(files.values())
 
@@ -233,7 +233,7 @@ def _draw_largest(axes: "Axes", argument: str, shown: list[Candidate]) -> None:
     axes.set_xlim(0, 1.1 * max([*values, 1]))
 
 
-def _draw_draws(axes: "Axes", draws: PlanDraws, theme: Theme) -> None:
+def _draw_probability(axes: "Axes", draws: PlanDraws, theme: Theme) -> None:
     axes.set_title(f"The probability that a batch of {draws.steps} steps is larger")
     points = [(size.batch, size.probability) for size in draws.above if size.probability >= _LEAST]
     axes.semilogy([size for size, _ in points], [probability for _, probability in points], color=_BLUE)

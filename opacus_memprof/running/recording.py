@@ -198,7 +198,7 @@ class ProgramRecording:
                 self._close()
         finally:
             if self._signal is not None:
-                die_of(self._signal)
+                end_by_signal(self._signal)
 
     def _close(self) -> None:
         if self._session is None:
@@ -349,8 +349,8 @@ def _unset_wakeup_fd(descriptor: int) -> None:
             signal.set_wakeup_fd(current)
 
 
-def die_of(signum: int) -> None:
-    """Ends this process by the signal, from any thread.
+def end_by_signal(signum: int) -> None:
+    """Ends this process by a signal, from any thread.
 
     Uses C's `signal` to reset the handler, because Python's function works in the main thread only.
     """

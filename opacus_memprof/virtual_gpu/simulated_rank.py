@@ -126,7 +126,7 @@ def simulate_rank(
         "TORCHELASTIC_RUN_ID": job or uuid.uuid4().hex,
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    launch.set_played_ranks(simulated_ranks)
+    launch.set_simulated_ranks(simulated_ranks)
     AfterImport("torch.distributed.rendezvous", _replace_rendezvous)
     AfterImport("torch.distributed.distributed_c10d", _replace_groups)
     AfterImport("torch.distributed", _replace_stores)

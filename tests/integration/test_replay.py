@@ -116,7 +116,7 @@ def test_the_command(ran: Ran) -> None:
     assert "torch's allocator refuses these settings: " in str(wrong.exception)
 
 
-def test_what_cannot_be_played(tmp_path: Path) -> None:
+def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     with pytest.raises(MemprofError, match="does not say on which kind of GPU it was recorded: add --gpu KIND"):
         read_recording(DATA / "format_1_hooks", None, None)
     with pytest.raises(MemprofError, match='there is no virtual GPU "h300"'):

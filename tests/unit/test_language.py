@@ -210,7 +210,7 @@ def help_of(command: Any) -> Iterator[str]:
 
 
 def test_the_help_of_every_command_and_option_is_translated_and_nothing_else() -> None:
-    typers = {getattr(rich_utils, name) for name in cli.TYPERS_WORDS}
+    typers = {getattr(rich_utils, name) for name in cli.TYPER_CONSTANTS}
     assert typers | set(help_of(typer.main.get_command(cli.app))) == language._catalogue("zh", "help").keys()
 
 
@@ -218,7 +218,7 @@ def test_the_help_of_every_command_and_option_is_translated_and_nothing_else() -
 def test_help_is_chinese(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(language.VARIABLE, "zh")
     monkeypatch.setattr(sys, "argv", ["opacus-memprof", *command.split(), "--help"])
-    for name in cli.TYPERS_WORDS:
+    for name in cli.TYPER_CONSTANTS:
         monkeypatch.setattr(rich_utils, name, getattr(rich_utils, name))  # English again behind this test
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -358,7 +358,7 @@ def test_advice_is_tried_and_what_fits_comes_first() -> None:
     ]
     assert [each.memory for each in asked] == [None, LARGEST_MEMORY, None, None]
     assert verdict.needed == 1300  # it fits nowhere: the report's figure, or what there was, and CUDA's context
-    assert verdict.spare == GPUS["t4"].total_memory - 1300
+    assert verdict.free_bytes == GPUS["t4"].total_memory - 1300
 
 
 @pytest.mark.parametrize("mode", ["", "hooks"])
