@@ -363,7 +363,7 @@ def check_noise(
         where = f"over all parameters it is {measured:.3g} times that."
     if where:
         findings.defect(
-            f"The noise has not the standard deviation that was asked for, {step.std:.4g} (noise_multiplier times "
+            f"The noise does not have the requested standard deviation, {step.std:.4g} (noise_multiplier times "
             f"bound): {where}",
             "noise",
         )

@@ -15,7 +15,7 @@ _MANY = 1 << 62  # rows of a batch without tensors
 
 
 class Deliveries:
-    """Finds out whether steps have the samples for which epsilon is computed: new batches of the private loader.
+    """Checks that steps train on the samples for which epsilon is computed: new batches of the private loader.
 
     The inputs of a call are compared with the last batches, because any code may be between loader and model. If it
     changes them, the number of batches is still known.

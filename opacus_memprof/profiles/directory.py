@@ -228,7 +228,7 @@ def _copy_rank(of: Any, rank: str, to: Any, folder: str) -> None:
 def _copying(what: str, target: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of any file system, with classes of its own
+    except Exception as error:  # each file system raises its own classes
         why = f"{type(error).__name__}: {error}"
         raise MemprofError(f"cannot copy {what} to {target} ({why}): correct the address") from error
 

@@ -110,7 +110,7 @@ class ReservedPeak(JsonObject):
 
 
 class PhasePeak(JsonObject):
-    """The highest instant of a phase."""
+    """The peak within a phase."""
 
     peak_bytes: int
     event: int
@@ -121,7 +121,7 @@ class PhasePeak(JsonObject):
 
 
 class StepPeak(JsonObject):
-    """The highest instant of a physical step, the live bytes at its end, and whether it is complete."""
+    """The peak of a physical step, the live bytes at its end, and whether it is complete."""
 
     peak_bytes: int
     end_bytes: int
@@ -176,7 +176,7 @@ class FailedAllocation(JsonObject):
 
 
 class Timeline(JsonObject):
-    """Columns of equal length. A row is the highest instant of a run of events; the peak is always among them."""
+    """Columns of equal length. A row has the peak of consecutive events; one row has the peak of the whole run."""
 
     event: list[int]
     time_ns: list[int]

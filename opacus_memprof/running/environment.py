@@ -74,7 +74,7 @@ def reads_only() -> bool:
 
 
 def _driver(torch: Any) -> Check:
-    """Checks that there is a driver, and that it is new enough: any driver for the same major version of CUDA is."""
+    """Checks that there is a driver for the major version of CUDA that torch was built for, or a later one."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

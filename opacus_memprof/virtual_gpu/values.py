@@ -94,7 +94,7 @@ def _pass_higher_order_operators() -> None:
     """
     from torch import _ops
 
-    key: Any = torch._C._parse_dispatch_key("Fake")  # where csrc/virtual_values stands
+    key: Any = torch._C._parse_dispatch_key("Fake")  # csrc/virtual_values intercepts operators at this key
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(key)  # type: ignore[no-untyped-call]

@@ -219,7 +219,7 @@ def test_what_the_steps_were() -> None:
             "hooks",
             [
                 "No noise is added to head.bias, although the optimizer asks for a standard deviation of 2.",
-                "The noise has not the standard deviation that was asked for, 2 (noise_multiplier times bound): in "
+                "The noise does not have the requested standard deviation, 2 (noise_multiplier times bound): in "
                 "conv.weight it is 0.4",
             ],
         ),

@@ -245,7 +245,7 @@ def place_labels(
     """
     from matplotlib.transforms import Bbox
 
-    axes.figure.canvas.draw()  # text has no size, and the axes have no place before
+    axes.figure.canvas.draw()  # gives texts their size and axes their position
     inside = axes.get_window_extent()
     pad = _DOT * axes.figure.dpi / 72
     points = list(zip(x, y, strict=True))

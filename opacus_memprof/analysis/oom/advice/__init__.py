@@ -71,7 +71,7 @@ def advise(case: Case) -> list[Suggestion]:
     """
     advisers = _ACCUMULATING_ADVISERS if case.shapes.accumulated > 1 else ADVISERS
     found = [each for adviser in advisers for each in adviser(case) if each.saved > 0]
-    # Adapters and shorter sequences are another training, and stand behind combinations.
+    # Adapters and shorter sequences change what is trained, so they come after combinations.
     if not any(each.fits is not False and not each.is_tight and each.change < COMBINED for each in found):
         found += training.combine(case)
     return sorted(

@@ -22,7 +22,7 @@ from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
-_RARELY_DOUBLED = 16  # samples of a Poisson batch that is twice as large in fewer than one of 3000 draws
+_RARELY_DOUBLED = 16  # from so many expected samples on, fewer than one of 3000 Poisson batches has twice as many
 
 
 def physical_batch(case: Case) -> Iterator[Suggestion]:

@@ -366,7 +366,7 @@ def expandable_segments(case: Case) -> Iterator[Suggestion]:
     memory, instant = case.memory, case.peak()
     if not is_fragmented(memory, case.failure, instant.bytes) or memory.may_reserve is None:
         return
-    if case.leftovers.backward_passes:  # more of them would have come
+    if case.leftovers.backward_passes:  # they would fill the memory in any case
         return
     yield Suggestion(
         actions=(Action(kind="allocator_setting", value="expandable_segments:True"),),
