@@ -93,44 +93,29 @@ def test_nothing_was_measured(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2 * 7
 
 
-@pytest.mark.parametrize("virtual", [True, False])
-def test_every_picture_s_title_names_the_virtual_gpu(
-    virtual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[str] = []
-
-    def keep_title(figure: Any, path: Path, **options: Any) -> None:
-        drawn.append(figure.get_suptitle())
-        path.touch()
-
-    monkeypatch.setattr(Figure, "savefig", keep_title)
-    gpu = {"gpu": "t4", "name": "Tesla T4", "memory_bytes": 15 * 2**30, "devices": 1}
-    fields = {"virtual": gpu} if virtual else {}
-    rows = [replace(row, result=with_fields(row.result, **fields)) for row in (ROWS[0], ROWS[-1])]
-    for name in FIGURES:
-        draw_figure(name, rows, tmp_path)  # light and dark
-    assert len(drawn) >= 2 * len(FIGURES)
-    assert {"virtual Tesla T4 (15360.00 MB)" in title for title in drawn} == {virtual}
-
-
-def test_every_picture_counts_in_the_unit_of_the_results_and_names_it(
+def test_every_picture_counts_in_the_unit_of_the_results_and_names_it_and_the_virtual_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[list[str]] = []
+    drawn: list[tuple[str, list[str]]] = []
 
     def keep_texts(figure: Any, path: Path, **options: Any) -> None:
         figure.draw_without_rendering()  # which makes the ticks
         path.touch()
-        said.append([text.get_text() for text in figure.findobj(Text)])
+        drawn.append((figure.get_suptitle(), [text.get_text() for text in figure.findobj(Text)]))
 
     monkeypatch.setattr(Figure, "savefig", keep_texts)
-    for name in FIGURES:
-        draw_figure(name, ROWS, tmp_path)
-    assert len(said) >= 2 * len(FIGURES)
-    for texts in said:
-        assert sum("1 MB is 2^20 bytes" in text for text in texts) == 1
-        assert [text for text in texts if re.search(r"\d [KMGT]iB|\d B\b", text)] == []
-        assert any(re.search(r"\d MB$", text) for text in texts)
+    gpu = {"gpu": "t4", "name": "Tesla T4", "memory_bytes": 15 * 2**30, "devices": 1}
+    for fields in ({}, {"virtual": gpu}):
+        drawn.clear()
+        rows = [replace(row, result=with_fields(row.result, **fields)) for row in (ROWS[0], ROWS[3], *ROWS[-2:])]
+        for name in FIGURES:
+            draw_figure(name, rows, tmp_path)  # light and dark
+        assert len(drawn) >= 2 * len(FIGURES)
+        assert {"virtual Tesla T4 (15360.00 MB)" in title for title, _ in drawn} == {bool(fields)}
+        for _, texts in drawn:
+            assert sum("1 MB is 2^20 bytes" in text for text in texts) == 1
+            assert [text for text in texts if re.search(r"\d [KMGT]iB|\d B\b", text)] == []
+            assert any(re.search(r"\d MB$", text) for text in texts)
 
 
 def test_pictures_are_in_the_language_where_a_font_has_its_characters(
