@@ -220,7 +220,7 @@ std::uint64_t records_on_disk(const std::string& path) {
 TEST(FlightRecorder, KeepsThePeakAndTheEndOfAnyRunInATinyBound) {
   const std::string path = (scratch() / "flight.bin").string();
   std::size_t with_gaps = 0;
-  for (unsigned seed = 1; seed <= 150 && !::testing::Test::HasFailure(); ++seed) {
+  for (unsigned seed = 1; seed <= 50 && !::testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
     RandomRun run(seed);
@@ -249,7 +249,7 @@ TEST(FlightRecorder, KeepsThePeakAndTheEndOfAnyRunInATinyBound) {
               std::max<std::uint64_t>(
                   capacity, 10 * (std::max<std::uint64_t>(capacity / 16, 242) + 2 * 121)));
   }
-  EXPECT_GT(with_gaps, 60U);
+  EXPECT_GT(with_gaps, 20U);
 }
 
 TEST(FlightRecorder, AShortRunIsOneFileWithoutGaps) {
@@ -341,7 +341,7 @@ TEST(FlightRecorder, IsReadableWheneverTheProcessIsKilled) {
   const std::string path = (scratch() / "killed.bin").string();
   std::mt19937 random(1);
   std::size_t with_gaps = 0;
-  for (unsigned round = 0; round < 100 && !::testing::Test::HasFailure(); ++round) {
+  for (unsigned round = 0; round < 40 && !::testing::Test::HasFailure(); ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     for (const std::string& later : later_pieces(path)) std::filesystem::remove(later);
     const pid_t child = ::fork();
@@ -372,7 +372,7 @@ TEST(FlightRecorder, IsReadableWheneverTheProcessIsKilled) {
     expect_the_same(kept, whole(events, kept.header), events);
     with_gaps += kept.gaps.empty() ? 0 : 1;
   }
-  EXPECT_GT(with_gaps, 40U);
+  EXPECT_GT(with_gaps, 16U);
 }
 
 }  // namespace

@@ -249,7 +249,7 @@ TEST(Recorder, ForksAndNewThreadsDoNotWaitForEachOther) {
     std::thread others([&] {
       while (!done) std::thread(call).join();
     });
-    for (int i = 0; i < 400; ++i) {
+    for (int i = 0; i < 200; ++i) {
       if (::fork() == 0) ::_exit(0);
     }
     done = true;

@@ -161,9 +161,7 @@ def test_adaptive_clipping_takes_its_own_arguments(mode: str) -> None:
 
 
 def test_options_reach_flash_clip_also_with_a_budget() -> None:
-    given = with_budget(
-        grad_sample_mode="flash_clip", alphas=ALPHAS, flash_clip_passes=2, flash_clip_workspace_mb=3.0
-    )
+    given = with_budget(grad_sample_mode="flash_clip", alphas=ALPHAS, flash_clip_passes=2, flash_clip_workspace_mb=3.0)
     engine = Engine(accountant="rdp")
     module, _, _ = engine.make_private_with_epsilon(**given)
     assert isinstance(module, GradSampleModuleFlashClip)
