@@ -5,6 +5,7 @@ Wrong are updates without clipping and noise, and per-sample gradients that nobo
 DPOptimizer for its parameters is followed. Only weak references are kept.
 """
 
+import dis
 import sys
 import threading
 import weakref
@@ -345,11 +346,17 @@ def observe_program(shapes: TrainingShapes) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     names: dict[str, str] = {}
     computes_epsilon = False
+    next_call = ""
+    is_in_forward = True
     while frame is not None:
+        is_in_forward &= frame.f_code.co_name not in ("backward", "step")
         if _is_own(frame.f_code.co_filename):
+            next_call = next_call or _next_call(frame)
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
             names = names or _names_in(frame)
         frame = frame.f_back
+    if shapes.cleared_step is None:  # no zero_grad has been seen: what the program does next is in its text alone
+        shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
     default = Program()
@@ -370,6 +377,12 @@ def observe_program(shapes: TrainingShapes) -> None:
         # BatchMemoryManager has queued whether this batch is the last of a logical one
         splits_batches=any(getattr(each, "_step_skip_queue", None) for each in list(_optimizers)),
     )
+
+
+def _next_call(frame: FrameType) -> str:
+    """Returns which of zero_grad, backward and step a function names first after what it is doing; "" if none."""
+    names = (each.argval for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
+    return next((name for name in names if name in ("zero_grad", "backward", "step")), "")
 
 
 def _names_in(frame: FrameType) -> dict[str, str]:

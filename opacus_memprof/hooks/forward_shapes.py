@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.hooks.fake_forward import FakeForward
@@ -86,6 +87,24 @@ def _unwatch(model: WatchedModel) -> None:
         _watched = None
 
 
+def on_zero_grad(optimizer: Optimizer) -> None:
+    """Records whether zero_grad comes after the forward pass of its step, if it is the step's first.
+
+    Optimizers of other models are ignored.
+    """
+    shapes, step = observations.layer_shapes(), native.step()[0]
+    is_late = shapes.forward_step == step
+    if shapes.cleared_step == step or _watched is None:
+        return
+    if is_late or shapes.clears_late or shapes.cleared_step is None:  # what is looked at is not new in most steps
+        root = _watched.root()
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if root is None or not any(id(parameter) in own for parameter in root.parameters()):
+            return
+        shapes.clears_late = is_late
+    shapes.cleared_step = step
+
+
 def unwatch_modules(removed: set[nn.Module]) -> None:
     """Stops probing these modules, which are about to be compiled."""
     if _watched is not None:
@@ -115,6 +134,7 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     evaluates = not root.training and model.largest_trained > 0
     shapes.evaluation = (samples, has_graph) if evaluates else None
     if has_graph:
+        shapes.forward_step = native.step()[0]
         shapes.unreleased.append(samples)
         if shapes.waiting is not None:
             shapes.waiting += 1

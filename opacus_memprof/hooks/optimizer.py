@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from opacus_memprof.hooks import diagnosis, observers, shapes
+from opacus_memprof.hooks import diagnosis, forward_shapes, observers, shapes
 from opacus_memprof.hooks.vocabulary import (
     ADD_NOISE,
     CLIP,
@@ -129,6 +129,7 @@ def _observe_zero_grad(optimizer: Optimizer) -> CallHook:
     if isinstance(optimizer, DPOptimizer):
         diagnosis.on_zero_grad(optimizer)
     try:
+        forward_shapes.on_zero_grad(optimizer)
         yield from shapes.observe_zero_grad(optimizer)
     finally:
         # If the phase is still that of a step, the step has raised: no hook runs when the original optimizer raises.

@@ -197,6 +197,10 @@ class TrainingShapes:
         state_tensors: tensors of a parameter's shape that the optimizer keeps for each parameter.
         step_temporaries: such tensors that its step allocates for all parameters at once, if it is a foreach step.
         keeps_gradients: whether p.grad outlives zero_grad; None if that was not seen.
+        clears_late: whether the optimizer's zero_grad comes between a forward pass and its backward pass, so that what
+            a step leaves lives through the next forward pass.
+        forward_step: the physical step of the latest forward pass that recorded a graph; None before the first one.
+        cleared_step: the same of zero_grad.
         batches: (physical step, samples) whenever the number of samples changed.
         unreleased: the batch sizes of the forward passes since a backward last released all of Opacus' captures, the
             latest one last.
@@ -225,6 +229,9 @@ class TrainingShapes:
     state_tensors: int = 0
     step_temporaries: int = 0
     keeps_gradients: bool | None = None
+    clears_late: bool = False
+    forward_step: int | None = None
+    cleared_step: int | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     unreleased: "deque[int]" = field(default_factory=lambda: deque(maxlen=_BATCHES))
     waiting: int | None = None

@@ -25,7 +25,7 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
             "let_go": _unchanged,
             "no_grad": _unchanged,
             "add_gradients": _unchanged,
-            "clear_gradients": _unchanged,
+            "clear_gradients": _clear_early,
             "clip_each_batch": _around_the_loop,
             "drop_gradients": _after_training_begins,
             "grad_sample_mode": _mode,
@@ -80,6 +80,14 @@ def _with_each_batch(script: str, code: list[str]) -> Edited:
     lines = [re.sub(rf"\b{each.partition(' = ')[0]}\b", found[2], each.partition("#")[0]) for each in code]
     inserted = "".join(f"{found[1]}    {line}\n" for line in lines)
     return script[: found.end()] + inserted + script[found.end() :], {}
+
+
+def _clear_early(script: str, code: list[str]) -> Edited:
+    """The line of zero_grad moves behind that of step."""
+    cleared = re.search(r"^ *optimizer\.zero_grad\(.*\)\n", script, re.MULTILINE)
+    assert cleared
+    script = script.replace(cleared[0], "")
+    return re.sub(r"(^ *optimizer\.step\(.*\)\n)", lambda step: step[0] + cleared[0], script, flags=re.MULTILINE), {}
 
 
 def _to_none(script: str, code: list[str]) -> Edited:

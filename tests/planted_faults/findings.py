@@ -14,6 +14,15 @@ FAULTS = [
         room="analysis",
     ),
     Fault(
+        "cleared_late_by_all",
+        "oom/step.py",
+        'self._left_by_update(n) if self.clears_late else {"gradients"',
+        'self._left_by_update(n) if n < 0 else {"gradients"',
+        "What zero_grad clears after the forward pass is not expected in it.",
+        integration("oom::what_zero_grad_clears_after_the_forward_pass_lives_in_it"),
+        room="analysis",
+    ),
+    Fault(
         "matrices_of_the_first_layer",
         "findings.py",
         'max(facts, key=lambda named_fact: named_fact[1]["bytes"])\n    p, d',

@@ -120,6 +120,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         loss=loss,
         inputs=by_category.get("inputs", 0),
         keeps_gradients=keeps_gradients(shapes),
+        clears_late=shapes.clears_late,
         output=output,
         logits=produced,
         tail=saved.tail,

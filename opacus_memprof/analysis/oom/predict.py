@@ -23,7 +23,7 @@ from opacus_memprof.analysis.oom.step import Instant, Step
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 
-Gradients = Literal["kept", "zeroed", "dropped"]
+Gradients = Literal["kept", "zeroed", "dropped", "early"]
 _WORKSPACE = "library_workspace"
 _PHASE_ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
@@ -68,7 +68,8 @@ class Case:
             n: samples of the physical batch. Default: as many as in the failed step.
             with_leftovers: whether leftovers stay.
             gradients: p.grad outlives zero_grad if it does so now ("kept"), is dropped by it ("zeroed"), or is dropped
-                as soon as autograd has accumulated it ("dropped").
+                as soon as autograd has accumulated it ("dropped"). "early": what a step leaves is cleared before the
+                next forward pass.
         """
         return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
@@ -96,12 +97,12 @@ class Case:
 
     def _forward_instants(self, step: Step, n: int | None, accumulates: bool) -> Iterator[Instant]:
         """Yields the recorded peaks of forward passes, which are the same in every mode."""
-        gradients = step.trained if step.keeps_gradients else 0
         for recorded in self.history.peaks:
             if recorded.phase == "forward" and not (self.leftovers.bytes and recorded.step == self.failure.step):
                 sizes = self._scale_instant(recorded, n)
                 _subtract(sizes, self.leftovers.from_before(recorded.step))
-                sizes |= {"optimizer_states": step.states, "gradients": gradients, "per_sample_gradients": 0}
+                sizes |= {"optimizer_states": step.states, "per_sample_gradients": 0}
+                sizes |= step.left_in_forward(n or self.samples or step.samples)
                 if accumulates and step.mode:
                     sizes["summed_gradients"] = step.trained
                 yield Instant("forward", "", sizes)
@@ -133,7 +134,7 @@ class Case:
             sizes = self._scale_instant(recorded, n)
             if not with_leftovers:
                 _subtract(sizes, self.leftovers.from_before(recorded.step))
-            yield Instant(recorded.phase, "", self._in_later_step(sizes, recorded.phase, accumulates, gradients))
+            yield Instant(recorded.phase, "", self._in_later_step(sizes, n, recorded.phase, accumulates, gradients))
         if self.step is not None and not self.history.step_peaks:
             yield from self._remaining_instants(self.step, n, with_leftovers, gradients, accumulates)
 
@@ -165,23 +166,35 @@ class Case:
         grows = self._grows_with_batch(failure.category, failure.module, failure.op, failure.requested)
         sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (ratio if grows else 1)
         parts = {category: int(size) for category, size in sizes.items()}
-        return Instant(failure.phase, failure.module, self._in_later_step(parts, failure.phase, accumulates, gradients))
+        return Instant(
+            failure.phase, failure.module, self._in_later_step(parts, n, failure.phase, accumulates, gradients)
+        )
 
     def _in_later_step(
-        self, sizes: dict[str, int], phase: str, accumulates: bool, gradients: Gradients
+        self, sizes: dict[str, int], n: int | None, phase: str, accumulates: bool, gradients: Gradients
     ) -> dict[str, int]:
         """Returns the same instant in a later step, where optimizer states exist.
 
-        Gradients that outlive zero_grad exist then, too, and, if the batch is part of a logical batch, clipped sums.
+        What outlives zero_grad, or is cleared late, exists then, too, and, if the batch is part of a logical batch,
+        clipped sums.
         """
         if phase not in _PHASE_ORDER:
             return sizes
+        is_late = phase == "forward" and self.step is not None and self.step.clears_late
+        if is_late and gradients == "early":
+            kept = 0 if self.step is None or not self.step.keeps_gradients else self.step.trained
+            sizes |= {"per_sample_gradients": 0, "summed_gradients": 0, "gradients": kept}
         if self.step is not None and not self.history.step_peaks:
             sizes = _with_states(sizes, self.step.states)
             if self.step.keeps_gradients and gradients == "kept":
                 sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
+            if is_late and gradients != "early":
+                left = self.step.left_in_forward(n or self.step.samples)
+                sizes |= {name: max(size, sizes.get(name, 0)) for name, size in left.items()}
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
+        if is_late:
+            return sizes
         if gradients == "dropped" and phase in _PHASE_ORDER[:4]:
             sizes.pop("gradients", None)
         if gradients == "zeroed" and phase == "forward":
@@ -202,8 +215,11 @@ class Case:
             together = (layer.name for layer in step.layers if layer.module.sampled_in == name)
             return order.index(name if name in order else next(together))
 
-        keeps = step.keeps_gradients and gradients == "kept"
-        changed = step.with_changes(keeps_gradients=keeps, drops_gradients=gradients == "dropped")
+        changed = step.with_changes(
+            keeps_gradients=step.keeps_gradients and gradients in ("kept", "early"),
+            drops_gradients=gradients == "dropped",
+            clears_late=step.clears_late and gradients != "early",
+        )
         leftovers = self._leftover_part() if with_leftovers else {}
         for instant in changed.instants(n or step.samples, accumulates=accumulates):
             phase = _PHASE_ORDER.index(instant.phase)

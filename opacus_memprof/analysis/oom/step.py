@@ -47,6 +47,7 @@ class Step:
         loss: activations of the loss, from forward to backward.
         inputs: the batch.
         keeps_gradients: p.grad lives from one step to the next.
+        clears_late: zero_grad comes after the forward pass, in which what the step before has left is live.
         output: the model's output, which a variable of the program keeps alive through the step.
         logits: the same, if nothing is known of the variable.
         tail: activations after the last layer, as of a frozen head, from forward to the beginning of backward.
@@ -73,6 +74,7 @@ class Step:
     loss: int
     inputs: int
     keeps_gradients: bool
+    clears_late: bool = False
     output: int = 0
     logits: int = 0
     tail: int = 0
@@ -114,6 +116,9 @@ class Step:
         else:
             backward = self._one_pass(n)
         yield Instant("forward", "", {**base, **summed, **self._forward(n)})
+        if self.clears_late:
+            live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
+            yield Instant("forward", "", {**base, **summed, "activations": live, **self.left_in_forward(n)})
         for instant in backward:
             again = self._scale(self.recomputed.get(instant.module, 0), n) if "backward" in instant.phase else 0
             parts = {"recomputed_activations": again} if again else {}
@@ -143,7 +148,24 @@ class Step:
         """Returns the parts of the forward pass' peak, as far as they are known."""
         captured = sum(layer.captured for layer in self.layers) if self.mode == "flash_clip" else 0
         live = self._scale(max(self.forward_peak - captured, 0) + self.inputs, n)
-        return {"activations": live, "gradients": self._kept_gradients(), "output": 0}
+        return {"activations": live, "output": 0, **self.left_in_forward(n)}
+
+    def left_in_forward(self, n: int) -> dict[str, int]:
+        """Returns what the step before has left, and lives in the forward pass."""
+        return self._left_by_update(n) if self.clears_late else {"gradients": self._kept_gradients()}
+
+    def _left_by_update(self, n: int) -> dict[str, int]:
+        """Returns what lives from an update to the next zero_grad."""
+        if not self.mode:
+            return {"gradients": self.trained}
+        summed = self._summed()
+        is_view = self.mode == "flash_clip" and summed == self.trained  # flash_clip's p.grad, of summed_grad
+        samples = self.mode in PER_SAMPLE_MODES
+        return {
+            "per_sample_gradients": sum(layer.per_sample_gradients(n) for layer in self.layers) if samples else 0,
+            "summed_gradients": summed,
+            "gradients": 0 if is_view else self.trained,
+        }
 
     def _loss_backward(self, n: int, gradients: int) -> Instant:
         """Returns the beginning of backward: the computation of the gradient of the last layer's output.
@@ -418,14 +440,11 @@ class Step:
         if not self.mode:
             yield Instant("optimizer_step", "", {**base, "gradients": trained, "optimizer_temporaries": self.update})
             return
-        per_sample_gradients = casts = 0
+        left, casts = self._left_by_update(n), 0
+        gradients = left.pop("gradients")
         if self.mode in PER_SAMPLE_MODES:
-            per_sample_gradients = sum(layer.per_sample_gradients(n) for layer in self.layers)
             casts = max((layer.clipping_casts(n) for layer in self.layers), default=0)
-        summed = self._summed()
-        parts = {**base, "per_sample_gradients": per_sample_gradients, "summed_gradients": summed}
-        is_view = self.mode == "flash_clip" and summed == trained  # flash_clip's p.grad, of summed_grad
-        gradients = 0 if is_view else trained
+        parts = {**base, **left}
         in_clip = 0 if self.drops_gradients else gradients
         if self.mode in PER_SAMPLE_MODES:
             parts["library_workspace"] = self.workspace  # of the products that clip

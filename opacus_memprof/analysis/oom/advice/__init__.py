@@ -32,6 +32,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.other_processes,
     waste.drop_unused_gradients,
     waste.set_gradients_to_none,
+    waste.clear_before_forward,
     changes.norms_without_squares,
     changes.adopted_samples,
     changes.clip_each_batch,
@@ -53,6 +54,7 @@ _WORTHWHILE = 0.02  # of the peak
 _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.drop_unused_gradients,
     waste.set_gradients_to_none,
+    waste.clear_before_forward,
     changes.norms_without_squares,
     changes.adopted_samples,
     changes.clip_each_batch,

@@ -361,6 +361,24 @@ def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
     )
 
 
+def clear_before_forward(case: Case) -> Iterator[Suggestion]:
+    """Suggests zero_grad directly after the step, if it comes between a forward pass and its backward pass."""
+    step = case.step
+    if step is None or not step.clears_late or case.samples is None:
+        return
+    left = step.left_in_forward(case.samples)
+    names = ", ".join(f"{format_bytes(size)} of {name}" for name, size in left.items() if size)
+    yield suggest(
+        case,
+        case.peak(gradients="early"),
+        LINE,
+        "zero_grad before the forward pass",
+        f"{case.shapes.program.optimizer}.zero_grad()  # directly after step(), and not between forward and backward",
+        f"zero_grad comes after the forward pass, in which what the step before has left is live: {names}.",
+        Action(kind="clear_gradients"),
+    )
+
+
 def expandable_segments(case: Case) -> Iterator[Suggestion]:
     """Suggests expandable segments if memory is fragmented: they grow and shrink by pages, and hardly fragment."""
     memory, instant = case.memory, case.peak()
