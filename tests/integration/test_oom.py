@@ -256,6 +256,18 @@ def test_a_plain_model(tmp_path: Path) -> None:
     assert report["suggestions"][0]["actions"] == [{"kind": "dtype", "value": "bfloat16"}]
 
 
+class NextWords(nn.Module):
+    """A language model with more words than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(3000, 8), nn.Linear(8, 3000, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(torch.relu(self.words(ids)))
+        return logits
+
+
 def deep() -> nn.Module:
     """Its per-sample gradients take as much as its activations."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
@@ -362,6 +374,14 @@ def test_what_zero_grad_clears_after_the_step_does_not(phase: str, tmp_path: Pat
     """In the backward pass, too, zero_grad is what the loop calls next."""
     peak, _ = peak_of_training(clears_after_step, deep, tmp_path / "needs")
     report = report_with(clears_after_step, deep, tmp_path, phase, peak)
+    assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
+
+
+def test_the_gradients_of_the_loss_are_needed_after_its_first(tmp_path: Path) -> None:
+    """Where logits are the most, the first of the loss' two gradients fails, and the second one is needed beside it."""
+    peak, _ = peak_of_training(clears_before_forward, NextWords, tmp_path / "needs", is_private=False)
+    report = report_with(clears_before_forward, NextWords, tmp_path, "backward", peak, is_private=False)
+    assert report["request"]["module"] == ""
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
 
 

@@ -14,6 +14,15 @@ FAULTS = [
         room="analysis",
     ),
     Fault(
+        "loss_ends_in_forward",
+        "oom/step.py",
+        'return Instant("backward", "", parts, is_loss=True)',
+        'return Instant("forward", "", parts, is_loss=True)',
+        "Of a loss whose gradient failed in backward, no further gradient is expected.",
+        integration("oom::the_gradients_of_the_loss_are_needed_after_its_first"),
+        room="analysis",
+    ),
+    Fault(
         "cleared_late_by_all",
         "oom/step.py",
         'self._left_by_update(n) if self.clears_late else {"gradients"',

@@ -209,11 +209,16 @@ class Case:
         reached_phase = _PHASE_ORDER.index(failure.phase) if failure.phase in _PHASE_ORDER else -1
         order = [layer.name for layer in step.layers]
         reached_layer = order.index(failure.module) if failure.module in order else len(order)
+        of_step = [group for group in failure.block_groups if (group.phase, group.step) == ("backward", failure.step)]
+        has_begun = any(name in order for name in (failure.module, *(group.module for group in of_step)))  # of a layer
 
-        def position(name: str) -> int:
-            """Returns the position of a layer, or of the first of several layers that are sampled together."""
+        def is_over(instant: Instant) -> bool:
+            """Returns whether an instant of the phase that failed comes before the failure."""
+            if instant.is_loss or "backward" not in instant.phase:
+                return instant.is_loss and has_begun
+            name = instant.module  # of a layer, or of several layers that are sampled together
             together = (layer.name for layer in step.layers if layer.module.sampled_in == name)
-            return order.index(name if name in order else next(together))
+            return order.index(name if name in order else next(together)) > reached_layer
 
         changed = step.with_changes(
             keeps_gradients=step.keeps_gradients and gradients in ("kept", "early"),
@@ -223,9 +228,7 @@ class Case:
         leftovers = self._leftover_part() if with_leftovers else {}
         for instant in changed.instants(n or step.samples, accumulates=accumulates):
             phase = _PHASE_ORDER.index(instant.phase)
-            if phase < reached_phase:
-                continue
-            if phase == reached_phase and "backward" in instant.phase and position(instant.module) > reached_layer:
+            if phase < reached_phase or (phase == reached_phase and is_over(instant)):
                 continue
             yield replace(instant, parts={**instant.parts, **leftovers})
 

@@ -19,11 +19,12 @@ _OPACUS_SAMPLERS = ("hooks", "functorch", "ghost", "fast")
 
 @dataclass(frozen=True)
 class Instant:
-    """A predicted instant: bytes by name of the part."""
+    """A predicted instant: bytes by name of the part. `is_loss`: a backward pass of the loss, before that of layers."""
 
     phase: str
     module: str
     parts: Mapping[str, int]
+    is_loss: bool = False
 
     @property
     def bytes(self) -> int:
@@ -180,9 +181,8 @@ class Step:
         is_cast = any(layer.is_autocast for layer in self.layers)
         temporaries = self._scale(output if is_cast else output + min(self.loss, output), n)
         live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
-        return Instant(
-            "forward", "", {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
-        )
+        parts = {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
+        return Instant("backward", "", parts, is_loss=True)
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
         """Yields the backward of a mode with one pass: hooks, functorch, ew, no_op, or a model without Opacus.
