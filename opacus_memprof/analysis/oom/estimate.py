@@ -74,7 +74,10 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         ratio = samples / max(whole.samples, 1)
         produced = int(ratio * sum(each.bytes for each in whole.blocks if each.is_output))
         layers = [replace(each, is_added=each.name in whole.added) for each in layers]
-    output = min(live.get(last.name, 0), produced)
+    makers = {last.name}
+    if whole is not None:  # what comes after the last layer can have made it, such as a log_softmax of the model's
+        makers = {each.module for each in whole.blocks if each.is_output}
+    output = min(sum(live.get(name, 0) for name in makers), produced)
     loss = live.get("", 0) if "" not in {layer.name for layer in layers} and whole is None else 0
     present = sum(left_behind.values()) + loss + sum(layer.activations for layer in layers)
     missing = history.most_activations - present
