@@ -15,6 +15,7 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.clipping.layers import LAYERS
 from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.layers.normalization import LayerNormLayer
+from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.hooks.forward_shapes import ShapeProbe
 from opacus_memprof.hooks.shapes import layer_shape_of
@@ -120,6 +121,31 @@ def test_a_call_whose_pair_is_left_is_formed_and_added_to_the_others(
     predicted = flash.FlashClip(seen, in_registers=False)
     assert predicted.kept_calls(BATCH) == 1
     assert predicted.merged_norm_temporaries(BATCH) == at_once * 3 * 4 * 40 * 24
+
+
+@pytest.mark.parametrize("ceiling", [2**28, 2**21], ids=["all samples at once", "some at a time"])
+def test_norms_of_a_convolution_that_runs_twice(ceiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a discriminator's of real and generated samples: both gradients and their sum are formed."""
+    monkeypatch.setattr(flash, "WORKSPACE_BYTES", ceiling)
+    module, x = nn.Conv2d(64, 128, 3, stride=2, padding=1, bias=False), torch.randn(BATCH, 64, 8, 8)
+    y = module(x)
+    ShapeProbe("layer")(module, (x,), y)
+    once = layer_shapes().forwards.pop("layer")
+    seen = Layer("layer", layer_shape_of(module, dict(module.named_parameters())), once.repeated(2), 0)
+    predicted = flash.FlashClip(seen, in_registers=False)
+    layer, workspace = LAYERS[nn.Conv2d]("layer", module), Workspace(ceiling)
+    shared = SharedGradient(module.weight, layer)
+    for _ in range(2):
+        shared.add(layer, layer.keep(x, torch.randn_like(y), workspace), workspace)
+    assert len(shared.uses) == 2
+    assert predicted.kept_calls(BATCH) == 2
+
+    def norms() -> None:
+        with record_function(WINDOW + "norms"):
+            shared.squared_norms(workspace)
+
+    peak = window_peaks(norms)["norms"]
+    assert 0.97 * peak <= predicted.merged_norm_temporaries(BATCH) <= 1.1 * peak
 
 
 def test_a_transposed_convolution_has_a_prediction() -> None:

@@ -130,16 +130,15 @@ class FlashClip:
         """Returns the bytes of temporaries for the norms of a layer that runs several times.
 
         The pairs of its calls are concatenated, for as many samples at a time as fit into half of the workspace.
-        Inputs of convolutions are unfolded first.
+        Of convolutions, whose tokens are not merged, the gradients of each call are formed and added.
         """
         calls = self.kept_calls(n)
-        if calls < self.layer.forward.calls:  # the gradients of each call left are formed and added to a copy of others
+        if calls < self.layer.forward.calls or self.layer.is_convolution:  # the sum is a copy of both its terms
             formed = self.layer.module.weight * cost.accumulated_itemsize(self.layer.forward.element_bytes)
             return 3 * formed * max(cost.fit(WORKSPACE_BYTES, 2 * formed, n), 1) if calls else 0
         pair = self._pair_bytes(1)
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
-        concatenated = max(samples * pair, self._unfold(samples, WORKSPACE_BYTES // 2)[1])
-        return concatenated + self.norm_temporaries(samples) if pair else 0
+        return samples * pair + self.norm_temporaries(samples) if pair else 0
 
     def _normalized(self, n: int) -> int:
         """Returns the temporaries of a norm's gradients, of as many samples as fit.
