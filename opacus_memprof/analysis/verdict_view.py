@@ -119,7 +119,11 @@ def failure_verdict(report: OomReport) -> VerdictView:
         outcome="failed",
         headline="OUT OF MEMORY",
         where=f"{failure_moment(report)}, {report.device}",
-        lines=[("", f"{format_bytes(request.bytes)} of {what} failed"), ("", " · ".join(_needs(report)))],
+        lines=[
+            ("", f"{format_bytes(request.bytes)} of {what} failed"),
+            ("", " · ".join(_needs(report))),
+            *_of_the_loss(report),
+        ],
         heading="FIX" if fixes else "No known change would make it fit.",
         fixes=fixes,
         device=report.device,
@@ -208,6 +212,18 @@ def _needs(report: OomReport) -> list[str]:
             was_free_again = any(each.kind == "other_processes" for one in report.suggestions for each in one.actions)
             parts[-1] += " a moment later" if was_free_again else " in fragments"
     return parts
+
+
+def _of_the_loss(report: OomReport) -> list[tuple[str, str]]:
+    """Returns a line on the loss, if it takes a large part of the memory that the step needs."""
+    loss = report.loss
+    if loss is UNSET:
+        return []
+    size, output = format_bytes(loss.bytes), format_bytes(loss.output_bytes)
+    others = "what the loss keeps of it, and their gradients"
+    if not loss.module:
+        return [("THE LOSS", f"takes {size} of it: the model's output, {output}, {others}")]
+    return [("THE LOSS", f"takes {size} of it: the model's output after {loss.module}, {output}, {others}")]
 
 
 def privacy_sentences(directory: str | os.PathLike[str] | None) -> list[str]:

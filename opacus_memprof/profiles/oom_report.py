@@ -32,6 +32,20 @@ class NeededPeak(JsonObject):
     parts: Sizes
 
 
+class LossBytes(JsonObject):
+    """Bytes that the loss takes when its backward pass begins, which is the peak or close to it.
+
+    Attributes:
+        module: the layer that makes the model's output, or from whose output it is made.
+        bytes: of the output, of what the loss has saved, and of its gradients.
+        output_bytes: of the output alone, as of the logits of all tokens.
+    """
+
+    module: str
+    bytes: int
+    output_bytes: int
+
+
 class HeldSince(JsonObject):
     """Live bytes that step `step` allocated, `age` steps ago."""
 
@@ -203,6 +217,7 @@ class OomReport(JsonObject, kw_only=True):
         mode: Opacus' grad_sample_mode; "" without Opacus.
         layers: the layers for which privacy takes the most memory.
         earlier_failures: earlier failed allocations, the oldest first.
+        loss: absent where the loss takes little, or nothing is known of it.
         virtual: of a run on virtual GPUs; absent for real ones.
         plan: the command that tries the suggestions on a virtual GPU; absent for a program without a file.
     """
@@ -220,5 +235,6 @@ class OomReport(JsonObject, kw_only=True):
     layers: list[LayerCost]
     suggestions: list[SuggestedChange]
     earlier_failures: list[Request]
+    loss: LossBytes | UnsetType = UNSET
     virtual: VirtualGpus | UnsetType = UNSET
     plan: str | UnsetType = UNSET

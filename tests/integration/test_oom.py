@@ -13,14 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import opacus_memprof
 from opacus_memprof.analysis.profile import load_profile
+from opacus_memprof.analysis.verdict_view import failure_verdict
+from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.pytest_plugin.clean_session import empty_caches
 from opacus_memprof.recording import native
+from opacus_memprof.reports.summary import format_verdict
 from opacus_memprof.session.out_of_memory import _attach
 from tests.planted_models import ValueDependent
 from tests.planted_oom import FIRST_BLOCK_PLANS, PLANS, Changes, Plan, train
@@ -394,12 +398,60 @@ def test_the_gradients_of_the_loss_are_needed_after_its_first(tmp_path: Path) ->
     report = report_with(clears_before_forward, NextWords, tmp_path, "backward", peak, is_private=False)
     assert report["request"]["module"] == ""
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
+    # Logits, their logarithms, and the gradients of both.
+    logits = 8 * 12 * 3000 * 4
+    assert (report["loss"]["module"], report["loss"]["output_bytes"]) == ("head", logits)
+    assert report["loss"]["bytes"] == pytest.approx(4 * logits, rel=0.03)
+    screen = format_verdict(failure_verdict(msgspec.convert(report, OomReport)), 200)
+    assert "THE LOSS takes 4.40 MiB of it: the model's output after head, 1.10 MiB" in screen
+    _, report = peak_of_training(clears_before_forward, deep, tmp_path / "deep", 2**20, is_private=False)
+    assert report is not None
+    assert "loss" not in report
 
 
 def test_an_output_that_follows_the_last_layer_lives_through_the_step(tmp_path: Path) -> None:
     build = partial(NextWords, in_logarithms=True)
     peak, _ = peak_of_training(of_logarithms, build, tmp_path / "needs")
     report = report_with(of_logarithms, build, tmp_path, "backward", peak)
+    assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
+
+
+def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, dict[str, Any] | None]:
+    """The peak of a private model's training in front of another one's, and the report if memory runs out."""
+    empty_caches()
+    gc.collect()
+    torch.manual_seed(0)
+    batches = list(torch.randint(10, (3, 8, 64)))
+    with opacus_memprof.profile(directory, device="cpu") as session, contextlib.suppress(torch.OutOfMemoryError):
+        before = native.cpu_reported_bytes()
+        other = nn.Linear(500, 300)
+        its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        session.attach(other)
+        session.attach(its_optimizer)
+        model, optimizer = private(deep(), batches)
+        if limit is not None:
+            native.cpu_limit(before + limit)
+        for ids in batches:
+            clears_after_step(model, optimizer, [ids])
+            other(torch.randn(4, 500)).sum().backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    native.cpu_limit(0)
+    ended = json.loads((directory / "profile.json").read_text())["devices"]["cpu"]
+    report = directory / "oom_report.json"
+    return ended["peak"]["requested_bytes"], json.loads(report.read_text()) if report.exists() else None
+
+
+def test_states_of_another_model_are_live_from_its_first_step_on(tmp_path: Path) -> None:
+    """The first backward pass had its peak without them; the second one fails long before its own."""
+    peak, _ = peak_of_two_models(tmp_path / "needs")
+    states = 4 * (500 + 1) * 300
+    for lacking in (0.6, 0.8, 1.0):
+        _, report = peak_of_two_models(tmp_path / str(lacking), int(peak - lacking * states))
+        assert report is not None
+        if report["request"]["step"] == 1:
+            break
+    assert (report["request"]["step"], report["request"]["phase"]) == (1, "backward")
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from opacus_memprof.analysis.events import Names
 from opacus_memprof.analysis.oom import failure as failures
@@ -26,6 +26,7 @@ from opacus_memprof.profiles.oom_report import (
     Holders,
     LayerCost,
     LeftBehind,
+    LossBytes,
     NeededPeak,
     OomReport,
     Request,
@@ -33,6 +34,7 @@ from opacus_memprof.profiles.oom_report import (
 from opacus_memprof.profiles.profile import Groups, Virtual
 
 _TOP = 20
+_LARGE_LOSS, _NEAR_PEAK = 0.4, 0.97  # of the needed bytes
 
 
 def build_report(
@@ -97,8 +99,18 @@ def build_report(
         layers=[] if own is None else [_layer(layer, own.samples, own.on_gpu) for layer in _costliest(own)],
         suggestions=[each.for_report() for each in advise(case)],
         earlier_failures=[_request(failures.read_failure(earlier)) for earlier in failed[:-1]],
+        loss=UNSET if own is None else _loss(own, needed.bytes),
         virtual=virtual,
     )
+
+
+def _loss(step: Step, needed: int) -> LossBytes | UnsetType:
+    """Returns what the loss takes, if it makes the peak and takes a large part of it, as of a large vocabulary."""
+    instant = next(each for each in step.instants(step.samples) if each.is_loss)
+    size = step.output + step.loss + instant.parts["backward_temporaries"]
+    if size < _LARGE_LOSS * needed or instant.bytes < _NEAR_PEAK * needed:
+        return UNSET
+    return LossBytes(module=step.layers[-1].name, bytes=size, output_bytes=step.logits)
 
 
 def _costliest(step: Step) -> list[Layer]:

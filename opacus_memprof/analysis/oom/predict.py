@@ -191,6 +191,9 @@ class Case:
             if is_late and gradients != "early":
                 left = self.step.left_in_forward(n or self.step.samples)
                 sizes |= {name: max(size, sizes.get(name, 0)) for name, size in left.items()}
+        else:  # states can have been made after the instant, as a generator's after the discriminator's first step
+            groups = [group for group in self.failure.block_groups if group.category == "optimizer_states"]
+            sizes = _with_states(sizes, sum(group.bytes for group in groups))
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
         if is_late:
