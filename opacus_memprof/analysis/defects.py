@@ -255,6 +255,20 @@ def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
         )
 
 
+def copied_private_model(run: Run) -> Iterator[Finding]:
+    """Finds a copy of a private model that runs: copies have Opacus' hooks without what these keep at parameters."""
+    for _, fact in run.facts_of("private_copy"):
+        yield Finding(
+            "copied_private_model",
+            "",
+            0,
+            f"{fact['line'] or 'the program'} runs a copy of a private model: copy.deepcopy copies Opacus' hooks, but "
+            "not what they keep at each parameter, so that the first layer fails",
+            "copy the model before make_private, and make each copy that is trained private by itself; weights go from "
+            "one to the other by load_state_dict(private_model._module.state_dict())",
+        )
+
+
 def _flash_clip(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns the end of a remedy, if flash_clip can clip the model."""
     possible = any(fact.get("flash_clip") for _, fact in facts)
@@ -273,6 +287,7 @@ DEFECTS = (
     "accumulated_per_sample_gradients",
     "discarded_backward_passes",
     "outputs_changed_in_place",
+    "copied_private_model",
     "captures_without_backward",
     "checkpoint_captures",
     "growing_memory",
@@ -290,6 +305,7 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     accumulated_per_sample_gradients,
     discarded_backward_passes,
     outputs_changed_in_place,
+    copied_private_model,
     captures_without_backward,
     kept_memory.growing_memory,
     kept_memory.activations_of_earlier_steps,

@@ -224,6 +224,7 @@ _MISSING = "Per sample gradient is not initialized"
 _NO_NORMS = "has no attribute '_norm_sample'"  # the same in ghost clipping
 _NOT_CAPTURED = "No activations detected for"
 _ACCUMULATED = "not compatible with grad accumulation"
+_COPIED = "has no attribute '_forward_counter'"
 _IN_PLACE = ("is a view and is being modified inplace", "modified by an inplace operation")
 
 
@@ -238,6 +239,8 @@ def explain(error: BaseException) -> None:
         _record_in_place(frames)
     elif not in_opacus:
         return
+    elif _COPIED in message:
+        _record_copy(frames)
     elif _NOT_CAPTURED in message:
         _record_not_captured(frames)
     elif _MISSING in message or _NO_NORMS in message:
@@ -303,6 +306,12 @@ def _record_not_captured(frames: Sequence[tuple[FrameType, int]]) -> None:
         observations.record(
             "samples_missing", owner, size, has_gradient=False, training=False, captures=0, flash_clip=False
         )
+
+
+def _record_copy(frames: Sequence[tuple[FrameType, int]]) -> None:
+    """Records the line of the program that runs a copy of a private model, which has its hooks without their state."""
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_own(frame.f_code.co_filename)]
+    observations.record("private_copy", 0, 0, line=lines[-1] if lines else "")
 
 
 def _record_accumulated() -> None:

@@ -4,6 +4,7 @@
 A program takes the session, and whether the first advice of its profile has been followed.
 """
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -400,6 +401,18 @@ def in_place_residual(cured: bool, mode: str = "hooks") -> None:
     train(model, optimizer, loader)
 
 
+# --- copies ---
+
+
+def copied_for_a_client(cured: bool, mode: str = "hooks") -> None:
+    """A client trains a copy of the private model, as in federated training."""
+    net = mlp()
+    model, optimizer, loader, _ = private(copy.deepcopy(net) if cured else net, vectors(), mode)
+    if cured:
+        model._module.load_state_dict(net.state_dict())
+    train(model if cured else copy.deepcopy(model), optimizer, loader)
+
+
 PRIVACY, COUNTS = "training_is_not_private", "different_numbers_of_samples"
 MISSING, ACCUMULATED, IN_PLACE = (
     "missing_per_sample_gradients",
@@ -520,4 +533,12 @@ GALLERY = (
     Report(TRACKER + "578", layer_in_eval_mode, MISSING, ("for other: in eval mode",), ".train() of other", ValueError),
     Report(TRACKER + "828", in_place_activation, IN_PLACE, ("1 (ReLU)",), "inplace=False in 1", RuntimeError, True),
     Report(TRACKER + "828", in_place_residual, IN_PLACE, ("failures.py:",), "x = x + y", RuntimeError, True),
+    Report(
+        TRACKER + "608",
+        copied_for_a_client,
+        "copied_private_model",
+        ("failures.py:", "a copy of a private model"),
+        "copy the model before make_private",
+        AttributeError,
+    ),
 )

