@@ -26,7 +26,7 @@ class ReservedMemory {
     if (now != moment_.load(std::memory_order_relaxed)) [[unlikely]]
       enter(upstream, now);
   }
-  // Called before blocks are reported: upstream's maximum until now does not count.
+  // Called before the first block is reported: ignores upstream's maximum until now.
   void begin(Upstream& upstream) noexcept;
   // Includes what was reserved since upstream was last asked.
   void ask(Upstream& upstream) noexcept;

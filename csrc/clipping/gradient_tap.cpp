@@ -119,7 +119,7 @@ class GradientTap final : public Node {
 
   pybind11::object receive_;
   pybind11::object call_;
-  bool is_anchored_;  // nobody needs the gradient that it returns
+  bool is_anchored_;  // the gradient that it returns is not used
   SavedVariable input_;
   bool has_input_ = false;
 };

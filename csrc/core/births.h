@@ -20,7 +20,7 @@ class Births {
     next_ = in_run + 1;
     return count_++;
   }
-  // Sets the number in the run of the next block.
+  // Sets the number that the next block has in the run.
   void go_on(std::uint64_t in_run) {
     if (in_run == next_) return;
     runs_.push_back({.number = count_, .in_run = in_run});
@@ -28,7 +28,7 @@ class Births {
   }
 
   [[nodiscard]] std::uint64_t count() const { return count_; }
-  // The number in the run of the next block.
+  // The number that the next block has in the run.
   [[nodiscard]] std::uint64_t next() const { return next_; }
 
   // Returns the number in the run of the block with this number, or of the next one.

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "virtual_values/call.h"
 
-#include <ATen/ops/_coalesce.h>
-#include <ATen/ops/nan_to_num.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -11,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "virtual_values/carry_out.h"
 #include "virtual_values/counts.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/indices.h"
 #include "virtual_values/lists.h"
 #include "virtual_values/parts.h"
@@ -52,12 +49,6 @@ bool scales_first_by_zero(const Operation& operation, const std::vector<c10::IVa
   if (operation.beta < 0) return false;
   const c10::IValue& beta = arguments[static_cast<std::size_t>(operation.beta)];
   return beta.isScalar() && beta.toScalar().equal(0);
-}
-
-// Values that were not computed are finite: what a program checks of them then holds.
-void make_finite(const at::Tensor& tensor) {
-  if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return;
-  at::nan_to_num_(const_cast<at::Tensor&>(tensor), 0.0, 0.0, 0.0);
 }
 
 }  // namespace
@@ -149,7 +140,7 @@ void Call::prepare_compounds() {
 // What is computed from values that were not computed tells nothing, as long as it decides nothing:
 // floating-point results then read as zero as well. Most of a large training's small tensors are of
 // this kind.
-bool Call::is_worth_carrying_out(const torch::jit::Stack& stack, std::size_t returns) const {
+bool Call::is_worth_executing(const torch::jit::Stack& stack, std::size_t returns) const {
   if (is_computed(state_) || operation_.counts_on_device || operation_.name == kUnscale ||
       std::any_of(states_.begin(), states_.end(), is_computed)) {
     return true;
@@ -238,12 +229,12 @@ State Call::finish(torch::jit::Stack& stack) {
   bool done = false;
   if (operation_.on_cpu || !compounds_.empty()) {
     if (all_small && (!compounds_.empty() || expense_of(operation_, arguments_) <= kExpense)) {
-      done = is_worth_carrying_out(stack, returns) && carry_out_whole(stack, returns);
+      done = is_worth_executing(stack, returns) && execute_whole(stack, returns);
     } else if (operation_.lists) {
-      done = is_worth_carrying_out(stack, returns);
-      if (done) carry_out_lists(stack, returns);
+      done = is_worth_executing(stack, returns);
+      if (done) execute_lists(stack, returns);
     } else if (operation_.pointwise || operation_.reduces_uniform) {
-      done = carry_out_uniform(stack, returns);
+      done = execute_uniform(stack, returns);
     }
   }
   if (!done) {
@@ -265,14 +256,14 @@ State Call::finish(torch::jit::Stack& stack) {
   return State::assumed;
 }
 
-bool Call::carry_out_whole(torch::jit::Stack& stack, std::size_t returns) {
+bool Call::execute_whole(torch::jit::Stack& stack, std::size_t returns) {
   c10::IValue* const results = &stack[stack.size() - returns];
   read_inputs();
   restore();
   try {
     std::vector<c10::IValue> values = [&] {
       const OnCpu on_cpu;
-      return carry_out(handle_, operation_, arguments_, seed_, compounds_);
+      return execute(handle_, operation_, arguments_, seed_, compounds_);
     }();
     if (operation_.counts_on_device && !is_computed(state_))
       take_every_element_for_none(operation_, arguments_, values);
@@ -321,110 +312,7 @@ std::size_t Call::stored_of(std::size_t returns) const {
   return operation_.kept < 0 ? returns : static_cast<std::size_t>(operation_.kept);
 }
 
-// Nothing but the operator's own backward reads it, and of that the counterpart reads the beginning
-// at most.
-void Call::keep_for_backward(const at::Tensor& output, const c10::IValue& value) const {
-  if (!is_plain(output) || !is_dense(output)) return;
-  Span span = span_of(output);
-  ranges().set_uniform(span, {state_at(0), {.bytes = {}, .size = 1}});
-  if (!value.isTensor() || !value.toTensor().defined()) return;
-  const at::Tensor& beginning = value.toTensor();
-  span.end = span.begin + beginning.nbytes();
-  ranges().set(span, state_at(0));
-  std::memcpy(bytes_at(span.begin), beginning.const_data_ptr(), span.size());
-}
-
-// The value of a result that is not an argument, into its bytes.
-void Call::store(const at::Tensor& output, const at::Tensor& value, State state) const {
-  if (!output.defined() || !value.defined() || is_written_argument(output)) return;
-  if (output.is_cpu()) {
-    // State of generators, which the backward of attention is given.
-    if (output.sizes() == value.sizes()) output.copy_(value);
-    return;
-  }
-  if (!is_plain(output)) return store_compound(output, value, state);
-  // What half was widened to.
-  const bool rounded =
-      at::isReducedFloatingType(output.scalar_type()) && value.scalar_type() == at::kFloat;
-  if (output.sizes() != value.sizes() ||
-      (output.scalar_type() != value.scalar_type() && !rounded)) {
-    // Some kernels leave out on one device what only their own backward reads.
-    if (is_computed(state) && output.numel() > 0) count_failure(operation_.name);
-    return note_not_computed(output);  // what is for the operator's own backward may differ
-  }
-  if (output.numel() == 0) return;
-  const at::Tensor alias = alias_on_cpu(output);
-  if (!is_computed(state)) make_finite(value);
-  if (output.scalar_type() == value.scalar_type() && output.strides() == value.strides() &&
-      is_dense(output) && output.is_conj() == value.is_conj() &&
-      output.is_neg() == value.is_neg()) {
-    std::memcpy(bytes_at(span_of(output).begin), value.const_data_ptr(), span_of(output).size());
-  } else {
-    alias.copy_(value);
-  }
-  note_written(output, state);
-}
-
-void Call::note_arguments_written() {
-  const OnCpu on_cpu;
-  for (const Tensor& each : tensors_) {
-    if (!each.parameter.written || !is_small(each.tensor)) continue;
-    const State state = state_at(each.in_list ? each.position : 0);
-    if (!is_computed(state)) make_finite(alias_on_cpu(each.tensor));
-    note_written(each.tensor, state);
-  }
-  for (const auto& [tensor, value] : compounds_) {
-    if (is_written_argument(tensor)) store_compound(tensor, value, state_at(0));
-  }
-}
-
-// Part for part; where the number of elements depends on data, the GPU's kernel could not know it.
-void Call::store_compound(const at::Tensor& output, const at::Tensor& value, State state) const {
-  const auto values = parts_of(value);
-  auto outputs = parts_of(output);
-  TORCH_CHECK(output.layout() == value.layout() && outputs.size() == values.size(),
-              "a result as on the CPU");
-  std::vector<std::vector<std::int64_t>> sizes;
-  bool same = true;
-  for (std::size_t index = 0; index < values.size(); ++index) {
-    sizes.push_back(values[index].sizes().vec());
-    same = same && outputs[index].sizes() == values[index].sizes();
-  }
-  if (!same) outputs = allocate_parts(output, sizes);
-  for (std::size_t index = 0; index < values.size(); ++index) {
-    if (outputs[index].numel() == 0) continue;
-    if (!is_computed(state)) make_finite(values[index]);
-    alias_on_cpu(outputs[index]).copy_(values[index]);
-    note_written(outputs[index], state);
-  }
-  set_coalesced(output, is_coalesced(value));
-}
-
-// How many different indices a sparse tensor has is known where they are, however large its values.
-// Else there are at most as many as before.
-bool Call::coalesce_indices(const at::Tensor& output) {
-  const at::Tensor& input = arguments_[0].toTensor();
-  const auto before = parts_of(input);
-  const bool known =
-      is_small(before[0]) && ranges().materialize(span_of(before[0])) == State::known;
-  if (!known) count_assumed_shape(operation_.name);
-  const OnCpu on_cpu;
-  const at::Tensor indices =
-      known ? parts_of(at::_coalesce(indices_on_cpu(input)))[0] : alias_on_cpu(before[0]);
-  auto of_values = before[1].sizes().vec();
-  of_values[0] = indices.size(1);
-  const auto parts = allocate_parts(output, {indices.sizes().vec(), of_values});
-  set_coalesced(output, true);
-  note_not_computed(parts[0]);
-  if (known) {
-    alias_on_cpu(parts[0]).copy_(indices);
-    note_written(parts[0], State::known);
-  }
-  note_not_computed(parts[1]);
-  return known;
-}
-
-void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
+void Call::execute_lists(torch::jit::Stack& stack, std::size_t returns) {
   SmallPart part(arguments_);
   note_results_not_computed(stack, returns);
   if (part.empty()) return;
@@ -433,7 +321,7 @@ void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
   std::vector<c10::IValue> values;
   try {
     const OnCpu on_cpu;
-    values = carry_out(handle_, operation_, part.arguments(), seed_);
+    values = execute(handle_, operation_, part.arguments(), seed_);
     for (std::size_t index = 0; index < returns; ++index) {
       part.for_each_result(
           stack[stack.size() - returns + index], values[index],
@@ -452,35 +340,13 @@ void Call::carry_out_lists(torch::jit::Stack& stack, std::size_t returns) {
   }
 }
 
-bool Call::carry_out_uniform(torch::jit::Stack& stack, std::size_t returns) {
+bool Call::execute_uniform(torch::jit::Stack& stack, std::size_t returns) {
   try {
     return evaluate_uniform(handle_, operation_, arguments_, &stack[stack.size() - returns],
                             returns);
   } catch (const std::exception&) {
     count_failure(operation_.name);
     return false;
-  }
-}
-
-void Call::note_results_not_computed(const torch::jit::Stack& stack, std::size_t returns) {
-  for (const Tensor& each : tensors_) {
-    if (!each.parameter.written || each.indices) continue;
-    const auto whole = ranges().uniform(span_of(each.tensor));
-    if (each.parameter.read && is_small(each.tensor) && (!whole || is_computed(whole->state))) {
-      ranges().materialize(span_of(each.tensor));  // it keeps its bytes
-      note_written(each.tensor, State::assumed);
-    } else {
-      note_not_computed(each.tensor);
-    }
-  }
-  const std::size_t fresh = operation_.kept < 0 ? returns : stored_of(returns) + 1;
-  for (std::size_t index = 0; index < fresh; ++index) {
-    for_each_tensor(stack[stack.size() - returns + index], [&](const at::Tensor& tensor) {
-      if (!tensor.is_cuda() || is_written_argument(tensor)) return;
-      // Indices are what the kernel's own operators have made of them.
-      if (const auto parts = parts_of(tensor); !parts.empty() && is_plain(parts.back()))
-        note_not_computed(parts.back());
-    });
   }
 }
 

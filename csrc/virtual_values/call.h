@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "virtual_values/carry_out.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/operation.h"
 #include "virtual_values/ranges.h"
 
@@ -21,7 +21,7 @@ class Call {
   Call(const c10::OperatorHandle& handle, const Operation& operation,
        const torch::jit::Stack& stack);
 
-  // Whether the virtual GPU has to do with it, and the bytes of all of its tensors are known.
+  // Returns whether the call has tensors of the virtual GPU, all of which have bytes of their own.
   [[nodiscard]] bool concerns_us() const {
     return cuda_ && plain_ && (!operation_.compound || !compounds_.empty());
   }
@@ -31,15 +31,15 @@ class Call {
   void prepare();
   // Makes small inputs hold what they read as.
   void read_inputs();
-  // After it: computes what can be computed, and takes note of what is known of the results, which
-  // are on the stack. Answers how far they are what a real GPU would give.
+  // After the CUDA kernel: computes what can be computed, and notes the state of the results, which
+  // are on the stack. Returns that state.
   State finish(torch::jit::Stack& stack);
 
-  // What is wrong with the values of a call that a real GPU's kernel stops at; empty where it does
-  // not.
+  // The message of the assertion that fails in a real GPU's kernel with these values; empty if none
+  // does.
   [[nodiscard]] const std::string& assertion() const { return assertion_; }
 
-  // Of what the call reads: the lowest of all inputs.
+  // The lowest state of all inputs.
   [[nodiscard]] State state() const { return state_; }
 
  private:
@@ -58,12 +58,11 @@ class Call {
   [[nodiscard]] bool is_read_elsewhere(const Tensor& written) const;
   void restore();
   void prepare_compounds();
-  [[nodiscard]] bool is_worth_carrying_out(const torch::jit::Stack& stack,
-                                           std::size_t returns) const;
-  bool carry_out_whole(torch::jit::Stack& stack, std::size_t returns);
-  void carry_out_lists(torch::jit::Stack& stack, std::size_t returns);
-  bool carry_out_uniform(torch::jit::Stack& stack, std::size_t returns);
-  // The results that are stored, of so many.
+  [[nodiscard]] bool is_worth_executing(const torch::jit::Stack& stack, std::size_t returns) const;
+  bool execute_whole(torch::jit::Stack& stack, std::size_t returns);
+  void execute_lists(torch::jit::Stack& stack, std::size_t returns);
+  bool execute_uniform(torch::jit::Stack& stack, std::size_t returns);
+  // Returns how many of the `returns` results are stored.
   [[nodiscard]] std::size_t stored_of(std::size_t returns) const;
   void keep_for_backward(const at::Tensor& output, const c10::IValue& value) const;
   void store(const at::Tensor& output, const at::Tensor& value, State state) const;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "virtual_values/carry_out.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/tensors.h"
 
 namespace opacus_memprof::virtual_values {

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "virtual_values/recurrent.h"
+#include "virtual_values/tensors.h"
 
 namespace opacus_memprof::virtual_values {
 namespace {
@@ -196,8 +197,7 @@ Values cudnn_backward(const Values& arguments) {
 
 // In float where it is in half, as the kernels of a GPU compute it.
 at::Tensor as_computed(const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.defined() ? tensor.scalar_type() : at::kFloat;
-  return type == at::kHalf || type == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
+  return tensor.defined() && is_half(tensor) ? tensor.to(at::kFloat) : tensor;
 }
 
 at::Tensor as_computed(const c10::IValue& value) {

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "virtual_values/call.h"
-#include "virtual_values/carry_out.h"
 #include "virtual_values/copy.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/parts.h"
 #include "virtual_values/tensors.h"
 
@@ -88,7 +88,7 @@ struct Captured {
   std::vector<c10::IValue> arguments;
   std::vector<c10::IValue> results;
 
-  void carry_out() const {
+  void execute() const {
     torch::jit::Stack stack = arguments;
     if (operation.kind == Kind::copy && is_copy_between_host_and_device(stack)) {
       copy_values_between_host_and_device(stack);
@@ -128,7 +128,7 @@ void capture_call(const c10::OperatorHandle& handle, const Operation& operation,
   try {
     auto captured =
         std::make_shared<const Captured>(Captured{handle, operation, all(arguments), all(results)});
-    work = [captured] { captured->carry_out(); };
+    work = [captured] { captured->execute(); };
   } catch (const std::exception&) {
     // It cannot be executed again, so the values that it writes are unknown.
     std::vector<at::Tensor> written;

@@ -7,8 +7,8 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "virtual_values/carry_out.h"
 #include "virtual_values/counts.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/tensors.h"
 
 namespace opacus_memprof::virtual_values {
@@ -105,7 +105,7 @@ void choose_indices(const Operation& operation, const std::vector<c10::IValue>& 
     count_assumed_shape(operation.name);
     return write_round_robin(output, dimension, input.size(dimension), State::known);
   }
-  // Without the dimension, or with it as one element: each row has one index.
+  // One index for each row, with the dimension kept as one element or dropped.
   write_round_robin(output, output.dim() == input.dim() ? dimension : output.dim() - 1,
                     input.size(dimension), State::assumed);
 }

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "virtual_values/call.h"
-#include "virtual_values/carry_out.h"
 #include "virtual_values/copy.h"
 #include "virtual_values/counts.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/graphs.h"
 #include "virtual_values/operation.h"
 #include "virtual_values/outside.h"

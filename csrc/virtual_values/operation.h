@@ -13,9 +13,9 @@
 namespace opacus_memprof::virtual_values {
 
 enum class Kind {
-  pass,        // views, metadata, and what is made of other operators
-  fresh,       // gives memory that is not written
-  from_host,   // torch.tensor(): hands on what was copied from the host, where no key is seen
+  pass,        // views, metadata, and operators that only call other operators
+  fresh,       // allocates memory without writing it
+  from_host,   // torch.tensor(): the copy from the host that it returns is not intercepted
   collective,  // of c10d: its results would come from other processes
   copy,
   item,   // the host reads one element
@@ -25,9 +25,9 @@ enum class Kind {
 
 struct Parameter {
   bool written = false;
-  bool read = true;              // false: `out`, and what is overwritten as a whole
-  bool written_in_part = false;  // by indices or a mask; the rest keeps what it has
-  bool passed_over = false;      // its values are of no use on the CPU, however large it is
+  bool read = true;  // false for `out`, and for arguments that are overwritten completely
+  bool written_in_part = false;  // by indices or a mask; other elements keep their values
+  bool passed_over = false;      // the CPU does not need its values, so its size does not matter
 };
 
 struct Operation {
@@ -55,7 +55,8 @@ struct Operation {
 // Thread safe; the reference stays valid.
 const Operation& operation_of(const c10::OperatorHandle& handle);
 
-// Whether calls must be seen at all. What is made of other operators is seen in these.
+// Returns whether calls must be intercepted. Calls of an operator that only calls other operators
+// need not: the others are intercepted.
 bool is_seen(const c10::OperatorHandle& handle);
 
 }  // namespace opacus_memprof::virtual_values

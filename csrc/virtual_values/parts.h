@@ -16,15 +16,15 @@ namespace opacus_memprof::virtual_values {
 // one; of any other strided tensor itself. On any device. Empty for what wraps other tensors.
 std::vector<at::Tensor> parts_of(const at::Tensor& tensor);
 
-// Whether it is on the virtual GPU, is not plain, and all of its parts are.
+// Returns whether a tensor of the virtual GPU is not plain, but all of its parts are.
 bool is_compound(const at::Tensor& tensor);
 
-// A tensor of the CPU of the same kind, whose parts are over the same bytes. Must not outlive it.
-// Throws where there is no such kind on the CPU.
+// Returns a tensor of the same kind on the CPU, whose parts share the bytes. It must not outlive
+// `tensor`. Throws if the CPU has no such kind.
 at::Tensor compound_on_cpu(const at::Tensor& tensor);
 
-// The same tensor with one less dimension of values, which has no elements: for what depends on its
-// indices only. Its layout is that of coordinates.
+// Returns a sparse tensor of coordinates with the same indices and with values without elements,
+// for computations that need the indices only.
 at::Tensor indices_on_cpu(const at::Tensor& tensor);
 
 // Gives a sparse tensor new parts, which are allocated on its device with these sizes.

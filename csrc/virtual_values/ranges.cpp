@@ -90,7 +90,7 @@ State Ranges::materialize(Span span) {
   State lowest = State::known;
   std::uintptr_t at = span.begin;
   while (at < span.end) {
-    // What was put in the last round may have become one with what follows it.
+    // The entry of the last round may have been merged with the next one.
     auto entry = entries_.upper_bound(at);
     const std::uintptr_t next =
         entry == entries_.end() ? span.end : std::min(entry->first, span.end);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of the bytes of device memory, by address.
+// What is known about the bytes of device memory, by address.
 //
-// Memory of which nothing is noted is unwritten: it was allocated, and no operator has written it.
-// It reads as zero, although a block that is used again still holds its old bytes, so whoever reads
-// it fills it first. The results of an operator that was not executed repeat an assumed zero.
+// Memory without an entry is unwritten: it was allocated, and no operator has written it. It reads
+// as zero. A block that is allocated again still holds its old bytes, so a reader fills it with
+// zeros first. The results of an operator that was not executed are a repeated, assumed zero.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace opacus_memprof::virtual_values {
 
-// Ordered: what is computed from several is in the lowest of their states.
+// In ascending order: a result has the lowest state of its inputs.
 enum class State : std::uint8_t {
   unwritten,  // reads as zero
   assumed,    // the bytes are there, but derived from some that were not computed
@@ -23,7 +23,7 @@ enum class State : std::uint8_t {
   known,      // the bytes are what a real GPU would hold
 };
 
-// The bytes are computed, and not zeros that stand for them.
+// Returns whether the bytes were computed. Otherwise they are assumed zeros.
 inline bool is_computed(State state) noexcept { return state >= State::alike; }
 
 struct Span {
@@ -37,7 +37,7 @@ inline std::uint8_t* bytes_at(std::uintptr_t address) {
   return reinterpret_cast<std::uint8_t*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-// One element that a whole range repeats: too much memory to write, but worth knowing.
+// One element that a range repeats, if the range is too large to write.
 struct Pattern {
   std::array<std::uint8_t, 16> bytes{};  // the byte at address a is bytes[a % size]
   std::uint8_t size = 0;
@@ -55,20 +55,20 @@ class Ranges {
  public:
   // Makes the range unwritten.
   void reset(Span span);
-  // It reads as zero because what was written there was not computed.
+  // Makes the range read as zero, because the values written there were not computed.
   void set_not_computed(Span span);
   void set(Span span, State state);
   void set_uniform(Span span, Uniform uniform);
 
-  // Writes the zeros and patterns that the range reads as, and answers the lowest state in it:
-  // `assumed` where something was unwritten, since it is written afterwards.
+  // Writes the zeros and patterns of the range into memory. Returns the lowest state in it, where
+  // unwritten bytes count as `assumed`, since they are written now.
   State materialize(Span span);
 
-  // The lowest state in the range, as it is.
+  // Returns the lowest state in the range, and writes nothing.
   [[nodiscard]] State lowest(Span span) const;
 
-  // What the whole range repeats: a pattern that covers it, zeros where nothing of it is written,
-  // nothing where it holds bytes of its own.
+  // Returns the element that the whole range repeats: a pattern, or zeros if all of it is
+  // unwritten. Returns nothing if the range has bytes of its own.
   [[nodiscard]] std::optional<Uniform> uniform(Span span) const;
 
  private:

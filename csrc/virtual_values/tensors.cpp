@@ -2,6 +2,7 @@
 #include "virtual_values/tensors.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/nan_to_num.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
@@ -84,6 +85,10 @@ bool is_wrapper(const at::Tensor& tensor) {
           !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python));
 }
 
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_cuda() && tensor.layout() == at::kStrided && tensor.has_storage() &&
          !tensor.is_quantized() && !tensor.is_nested() && !is_wrapper(tensor);
@@ -135,6 +140,11 @@ at::Tensor alias_on(const at::Tensor& tensor, c10::Device device) {
   if (tensor.is_conj()) alias._set_conj(true);
   if (tensor.is_neg()) alias._set_neg(true);
   return alias;
+}
+
+void make_finite(const at::Tensor& tensor) {
+  if (!at::isFloatingType(tensor.scalar_type()) && !at::isComplexType(tensor.scalar_type())) return;
+  at::nan_to_num_(const_cast<at::Tensor&>(tensor), 0.0, 0.0, 0.0);
 }
 
 void note_written(const at::Tensor& tensor, State state) {

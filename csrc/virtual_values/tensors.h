@@ -18,29 +18,35 @@ std::size_t small_bytes();
 
 Ranges& ranges();
 
-// Wraps other tensors, and calls operators on these.
+// Returns whether a tensor wraps others, on which it calls the operators.
 bool is_wrapper(const at::Tensor& tensor);
 
-// A tensor of the virtual GPU whose bytes are its elements.
+// Half or bfloat16, in which a GPU stores what its kernels compute in float.
+bool is_half(const at::Tensor& tensor);
+
+// Returns whether a tensor is on the virtual GPU, and its bytes are its elements.
 bool is_plain(const at::Tensor& tensor);
 
 Span span_of(const at::Tensor& tensor);
 bool is_small(const at::Tensor& tensor);
 
-// The bytes between the first and the last element are all elements.
+// Returns whether there are no gaps between the elements of a tensor.
 bool is_dense(const at::Tensor& tensor);
 
 // The CPU tensor over the bytes of a plain one. Shares no storage with it, so it must not outlive
 // it.
 at::Tensor alias_on_cpu(const at::Tensor& tensor);
 
-// The same on any device.
+// Like `alias_on_cpu`, on any device.
 at::Tensor alias_on(const at::Tensor& tensor, c10::Device device);
+
+// Makes values finite that were not computed: what a program checks of them then holds.
+void make_finite(const at::Tensor& tensor);
 
 // Notes that the elements have been written. Elements that are not next to each other are noted
 // each, if they are few.
 void note_written(const at::Tensor& tensor, State state);
-// Notes that they were written, but with values that were not computed: they read as zero.
+// Notes that the elements were written with values that were not computed; they read as zero.
 void note_not_computed(const at::Tensor& tensor);
 
 // Returns the value with function(tensor) instead of each tensor; values of other types as they

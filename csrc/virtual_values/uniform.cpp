@@ -7,7 +7,7 @@
 #include <cstring>
 #include <optional>
 
-#include "virtual_values/carry_out.h"
+#include "virtual_values/execute.h"
 #include "virtual_values/tensors.h"
 
 namespace opacus_memprof::virtual_values {
@@ -92,7 +92,7 @@ bool evaluate_uniform(const c10::OperatorHandle& handle, const Operation& operat
     if (!is_computed(state) && floating) return false;
     elements[index] = element->tensor;
   }
-  const auto values = carry_out(handle, operation, elements, 0);
+  const auto values = execute(handle, operation, elements, 0);
   for (std::size_t index = 0; index < returns; ++index) {
     if (!values[index].isTensor() ||
         !repeats(results[index].toTensor(), values[index].toTensor(), state))

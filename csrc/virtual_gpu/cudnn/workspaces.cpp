@@ -227,7 +227,8 @@ std::optional<std::int64_t> product_workspace(const Convolution& convolution, Mu
   return convolution.input[0] * convolution.weight[0] * convolution.weight[1] * kSum;
 }
 
-// Rows and columns of cuDNN's sizes of tiles, by their number; 0 where no engine had it.
+// Rows and columns of a tile, by cuDNN's number for its size; {0, 0} for numbers that no measured
+// engine has used.
 constexpr std::array<std::array<std::int64_t, 2>, 10> kTiles{{{128, 128},
                                                               {128, 64},
                                                               {0, 0},
@@ -239,16 +240,16 @@ constexpr std::array<std::array<std::int64_t, 2>, 10> kTiles{{{128, 128},
                                                               {0, 0},
                                                               {64, 256}}};
 
-// Blocks that run at once on the 132 multiprocessors of an H100, by how many make a cluster, which
-// does not extend beyond a group of about 16 multiprocessors.
+// The number of blocks that run at once on an H100, by the number of blocks in a cluster. It is
+// below 132, the number of multiprocessors, because a cluster has to fit into a group of about 16.
 constexpr std::array<std::int64_t, 9> kAtOnce{0, 132, 132, 117, 120, 110, 102, 105, 120};
 constexpr std::int64_t kOfMultiprocessors = 132;
-constexpr std::int64_t kAtOnceWithoutGpu = 18;  // as cuDNN takes it to be
+constexpr std::int64_t kAtOnceWithoutGpu = 18;  // as cuDNN assumes
 
 constexpr std::int64_t kFew = 8;  // parts of a tile
 
-// The tiles of the result that are summed in parts, times the parts of each: of all tiles, or of
-// the tiles in the last turn of the blocks, if there are too few to occupy all blocks.
+// Returns how many partial sums are kept. Blocks compute tiles of the result in turns. If the last
+// turn has too few tiles for all blocks, several blocks share a tile, and each keeps a partial sum.
 std::int64_t parts(std::int64_t tiles, std::int64_t at_once, std::int64_t most,
                    std::int64_t most_of_few = kFew) {
   const std::int64_t last = tiles <= at_once ? tiles : tiles % at_once;
@@ -260,7 +261,8 @@ std::int64_t parts(std::int64_t tiles, std::int64_t at_once, std::int64_t most,
   return each > 1 ? last * each : 0;
 }
 
-// Of a tile of gradients in bf16 that has few parts, for so many summands; as measured on an H100.
+// Returns the most parts of a tile of bf16 gradients, if it has few parts, by the number of
+// summands. Measured on an H100.
 std::int64_t most_of_few(std::int64_t summands) {
   constexpr std::int64_t kAll = 65536;
   if (summands >= kAll) {
@@ -273,8 +275,8 @@ std::int64_t round_up(std::int64_t number, std::int64_t multiple) {
   return divide_up(number, multiple) * multiple;
 }
 
-// Bytes of the parts that the result is summed in on a GPU, less the parts that cuDNN counts
-// without one: it does not know how many blocks run at once.
+// Returns by how many bytes partial sums are larger on a GPU than cuDNN assumes without one: there
+// it does not know how many blocks run at once.
 std::int64_t missing_parts(const Convolution& convolution, const Split& split,
                            std::int64_t multiprocessors) {
   const std::int64_t cluster = split.rows * split.columns;

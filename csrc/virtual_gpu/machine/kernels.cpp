@@ -124,7 +124,8 @@ std::size_t writable_bytes(const std::string& type) {
   static const std::regex number(
       R"((?:unsigned |signed )?(?:bool|char|short|int|long|long long|float|double|__half)(?: const)?)");
   if (type.ends_with("const*") || std::regex_match(type, number)) return 0;
-  // What torch.use_deterministic_algorithms fills new memory by: numbers, and an array of pointers.
+  // Parameters of the kernel that fills new memory under torch.use_deterministic_algorithms: these
+  // hold numbers, and an array holds pointers.
   static constexpr std::array<std::string_view, 4> kNumbers{
       "at::native::FillFunctor<", "at::native::memory::", "TrivialOffsetCalculator<",
       "OffsetCalculator<"};

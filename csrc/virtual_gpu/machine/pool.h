@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that is allocated in the order of a stream (cudaMallocAsync): a pool of chunks that it is
-// cut from.
+// The pool of cudaMallocAsync: reserves chunks of the device's memory, and cuts blocks from them.
 #pragma once
 
 #include <cstddef>
@@ -27,11 +26,11 @@ class Pool {
 
   Pool(Memory& memory, int device) : memory_(memory), device_(device) {}
 
-  // nullptr where the device has not that much left.
+  // Returns nullptr if the device has too little memory left.
   void* allocate(std::size_t size);
-  // False where this pool gave out no such address.
+  // Returns false if the address is not a block of this pool.
   bool release(void* address);
-  // Gives chunks that nothing is in back to the device while more than `keep` is reserved.
+  // Returns empty chunks to the device while more than `keep` bytes are reserved.
   void trim(std::size_t keep);
 
   [[nodiscard]] Figures used() const;

@@ -35,7 +35,7 @@ enum class CaptureEnd : std::uint8_t { complete, unmatched, unjoined, invalid };
 // Thread safe. Handle 0 is a device's default stream, which is never captured.
 class Streams {
  public:
-  Handle create_handle();  // that is no other object's
+  Handle create_handle();  // different from all handles before
 
   Handle create_stream(int device, int priority);
   bool destroy_stream(Handle stream);
@@ -48,16 +48,14 @@ class Streams {
   void record(Handle event, Handle stream);
   void wait(Handle stream, Handle event);
   [[nodiscard]] bool captured_event(Handle event) const;
-  // Between two records: one for each record in between, so that programs which measure find the
-  // same on every machine and at every time, and never 0. Nothing where one of the two was never
-  // recorded.
+  // The time between two records: 1 ms for each record from one to the other, so that programs
+  // measure the same in every run, and never 0. Nothing if one of the two was never recorded.
   [[nodiscard]] std::optional<double> milliseconds(Handle begin, Handle end) const;
 
-  // False where the stream is captured already; what is launched is put into `graph`, a new one
-  // where 0.
+  // Returns false if the stream is captured already. Launches go into `graph`; 0 makes a new one.
   bool begin_capture(Handle stream, CaptureMode mode = CaptureMode::global, Handle graph = 0);
-  // `graph` is 0 unless the capture is complete. It is unjoined where a stream has launched
-  // something into the graph that the stream which began the capture does not wait for.
+  // `graph` is 0 unless the capture is complete. The capture is unjoined if another stream has
+  // launched into the graph, and the stream that began the capture has not waited for it.
   CaptureEnd end_capture(Handle stream, Handle* graph);
   [[nodiscard]] std::optional<Capture> capture(Handle stream) const;
   // Whether this may not be waited for, being captured. The capture is invalid from then on.

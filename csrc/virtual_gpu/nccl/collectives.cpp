@@ -51,7 +51,8 @@ bool is_small(std::size_t count, ncclDataType_t type, int ranks = 1) {
   return count <= kSmall && count * element_size(type) * static_cast<std::size_t>(ranks) <= kSmall;
 }
 
-// More than kSmall where it is not small, whatever the count.
+// The size of a message; kSmall + 1 for every message that is not small, since the product could
+// overflow.
 std::size_t bytes(std::size_t count, ncclDataType_t type) {
   return is_small(count, type) ? count * element_size(type) : kSmall + 1;
 }
@@ -218,7 +219,7 @@ ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count, ncclDa
 ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count, ncclDataType_t type,
                           ncclComm_t communicator, cudaStream_t stream) {
   return collective(communicator, stream, [&](const Communicator& all) {
-    if (is_small(count, type, all.ranks)) {  // from every rank what it has for this one
+    if (is_small(count, type, all.ranks)) {  // every rank sends the part for this rank
       const std::size_t size = count * element_size(type);
       const std::vector<char> part(offset(from, rank_of(all) * size),
                                    offset(from, (rank_of(all) + 1) * size));

@@ -130,7 +130,7 @@ ncclResult_t ncclCommShrink(ncclComm_t communicator, int* excluded, int count, n
                 parent->device);
 }
 
-// Ranks that have been there keep theirs, and give -1.
+// Ranks of the old communicator keep their number, and pass -1.
 ncclResult_t ncclCommGrow(ncclComm_t communicator, int ranks, const ncclUniqueId* /*id*/, int rank,
                           ncclComm_t* grown, ncclConfig_t* /*configuration*/) {
   const auto parent = communicators().find(handle(communicator));
@@ -141,7 +141,7 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t /*communicator*/, ncclUniqueId* id) 
   return ncclGetUniqueId(id);
 }
 
-// What is aborted or finalized may be destroyed after that, by another thread too.
+// Called for communicators that were aborted or finalized, too, and by any thread.
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   communicators().destroy(handle(communicator));
   return ncclSuccess;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "virtual_values/carry_out.h"
+#include "virtual_values/execute.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -51,11 +51,7 @@ class DefaultGenerator {
   at::Tensor before_;
 };
 
-bool is_half(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
-
-// Widened: with float in place of half and bfloat16.
+// Arguments on the CPU. If `widened`, those in half and bfloat16 become float.
 class OnCpuArguments {
  public:
   OnCpuArguments(const Compounds& compounds, bool widened)
@@ -177,11 +173,9 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
 
 namespace {
 
-std::vector<c10::IValue> carry_out_with(const c10::OperatorHandle& handle,
-                                        const Operation& operation,
-                                        const std::vector<c10::IValue>& arguments,
-                                        std::uint64_t seed, const Compounds& compounds,
-                                        bool widened) {
+std::vector<c10::IValue> execute_with(const c10::OperatorHandle& handle, const Operation& operation,
+                                      const std::vector<c10::IValue>& arguments, std::uint64_t seed,
+                                      const Compounds& compounds, bool widened) {
   OnCpuArguments on_cpu(compounds, widened);
   std::vector<c10::IValue> stack;
   stack.reserve(arguments.size());
@@ -217,15 +211,15 @@ bool has_half(const std::vector<c10::IValue>& arguments) {
 
 }  // namespace
 
-std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
-                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed,
-                                   const Compounds& compounds) {
+std::vector<c10::IValue> execute(const c10::OperatorHandle& handle, const Operation& operation,
+                                 const std::vector<c10::IValue>& arguments, std::uint64_t seed,
+                                 const Compounds& compounds) {
   try {
-    return carry_out_with(handle, operation, arguments, seed, compounds, false);
+    return execute_with(handle, operation, arguments, seed, compounds, false);
   } catch (const std::exception&) {
     // Some of the CPU's kernels take no half, or not with what a GPU's kernel has saved in float.
     if (!has_half(arguments)) throw;
-    return carry_out_with(handle, operation, arguments, seed, compounds, true);
+    return execute_with(handle, operation, arguments, seed, compounds, true);
   }
 }
 

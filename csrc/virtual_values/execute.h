@@ -48,9 +48,9 @@ using Compounds = std::vector<std::pair<at::Tensor, at::Tensor>>;
 // The results of the operator for these arguments, with CUDA tensors and devices in them replaced
 // by the CPU's, in float where the CPU has no kernel for half. What the operator writes in place is
 // written. Throws what the CPU kernel throws.
-std::vector<c10::IValue> carry_out(const c10::OperatorHandle& handle, const Operation& operation,
-                                   const std::vector<c10::IValue>& arguments, std::uint64_t seed,
-                                   const Compounds& compounds = {});
+std::vector<c10::IValue> execute(const c10::OperatorHandle& handle, const Operation& operation,
+                                 const std::vector<c10::IValue>& arguments, std::uint64_t seed,
+                                 const Compounds& compounds = {});
 
 // Floating-point operations that the call would take on the CPU, roughly; 0 where they are as many
 // as elements.
