@@ -142,7 +142,7 @@ def _panel(axes: "Axes", row: Row, theme: Theme, axis: TimeAxis) -> Sequence[str
     if edges.event:
         shown = max(bisect_right(edges.event, window.first) - 1, 0)
         places, phases, steps = [*map(place, edges.event[shown:]), end], edges.phase[shown:], edges.step[shown:]
-    else:  # results of an earlier version
+    else:  # the events could not be read
         places, phases, steps = x[first:], timeline.phase[first:-1], timeline.step[first:]
     places = [max(each, start) for each in places]
     phase_strip(axes, places, phases, steps, _STRIP)
