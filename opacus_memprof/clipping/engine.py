@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DPOptimizer, get_optimizer_class
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated
+from opacus_memprof.clipping.agreement import inner_model, is_replicated, prepare_replicated, spans_ranks
 from opacus_memprof.clipping.arguments import (
     ADAPTIVE,
+    CLIPPINGS,
     Check,
     Nonfinite,
     Passes,
@@ -265,6 +266,7 @@ class FlashClipEngineMixin:
                 partial(FlashClipEngineMixin._make_private, self, own=own), given, own["workspace_mb"]
             )
         if mode != MODE:
+            _refuse_clipping(given["clipping"], mode, spans_ranks(given["module"]))
             if own["check"] != "off":
                 refuse_check(given, own["check"])
             prepared = super().make_private(**given)  # type: ignore[misc]
@@ -342,6 +344,17 @@ class FlashClipEngineMixin:
             secure_mode=secure,
             **kwargs,
         )
+
+
+def _refuse_clipping(clipping: str, mode: str, distributed: bool) -> None:
+    """Raises MemprofError if Opacus has no optimizer for this clipping in this mode, before it changes the model."""
+    try:
+        get_optimizer_class(clipping, distributed, mode)
+    except ValueError as error:
+        raise MemprofError(
+            f"clipping={clipping!r} does not go with grad_sample_mode={mode!r} here: use clipping='flat', or "
+            f"grad_sample_mode='flash_clip', which knows {', '.join(map(repr, CLIPPINGS))}."
+        ) from error
 
 
 def _certificate_of_mode(mode: str, prepared: Any, given: Mapping[str, Any], check: Check) -> Certificate:

@@ -26,8 +26,8 @@ FAULTS = [
     Fault(
         "warning_of_accumulated_batches",
         "optimizers/optimizer.py",
-        "(self.expected_batch_size or 0) * max(1, len(own))",
-        "(self.expected_batch_size or 0)",
+        "size * max(1, len(own)) if",
+        "size if",
         "Accumulated batches are taken for one that is too large.",
         integration("flash_clip::more_samples_than_the_loader_draws_are_warned_of_once"),
     ),
@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "forgotten_zero_grad_changes_gradients",
         "optimizers/optimizer.py",
-        "        _check_processed_flag(self.params[0].summed_grad)  # before",
-        "        pass  # before",
+        "        for parameter in self.params[:1]:  # before",
+        "        for parameter in []:  # before",
         "A step that is refused adds a sum to the gradients that the program still has.",
         integration("clipping_refusals_leave_state::a_forgotten_zero_grad_draws_no_noise"),
     ),

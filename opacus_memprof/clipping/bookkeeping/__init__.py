@@ -51,6 +51,7 @@ class Bookkeeping:
             of a step. Not private.
         dropped_in_all: the number of samples that were dropped in all steps. Not private.
         refusal: the error that the next step raises, where several ranks train the model.
+        first_forward: the number of the first forward with the layers that the model has now.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked after each replay.
     """
 
@@ -73,6 +74,7 @@ class Bookkeeping:
         self.nonfinite = nonfinite
         self.dropped: list[int] = []
         self.dropped_in_all = 0
+        self.first_forward = 0
         self.is_captured = False
         self.refusal = KeptRefusal()
         self._factors_of_sums: torch.Tensor | None = None
@@ -126,9 +128,15 @@ class Bookkeeping:
             forward: the number of the forward in which the layer ran.
 
         Raises:
-            MemprofError: the layer saw another batch size than earlier layers.
+            MemprofError: the layer saw another batch size than earlier layers, or the model has changed since its
+                forward.
             ValueError: a second backward without a step, where gradients must not accumulate (as in Opacus).
         """
+        if forward < self.first_forward:  # a parameter may have a part in this forward's layers and one in later ones
+            raise MemprofError(
+                f"backward reaches {layer.describe()} in a forward that ran before layers or trained parameters of the "
+                "model were changed, and another forward has run since: call backward() before the model changes."
+            )
         size = layer.batch_size(x, g)
         current = self._pass_of(forward, size)
         if size != current.batch_size:

@@ -76,6 +76,7 @@ class CallProofs:
     def follow(self, registry: LayerRegistry, check: Check) -> None:
         """Starts again with the layers of a model. Forgets all situations."""
         self.registry = registry
+        self.hooks.layouts, self.hooks.plain = {}, {}  # an empty batch, which proves nothing, would find earlier layers
         self._state = ModelState(registry.model)
         self._structure: tuple[Any, ...]
         self._modes: tuple[Any, ...]
@@ -206,7 +207,8 @@ class CallProofs:
             need = 2 * bool(batch) if known is None else 0
             if known is not None and batch and not is_checked_again:
                 need = int(is_checked(self.situations.check, known.forwards + 1) and known.forwards > 0)
-            next_proof = shared.next(call.args, call.kwargs, batch, description, need, call.random, error)
+            trained = self.situations.trained.values()
+            next_proof = shared.next(call.args, call.kwargs, batch, description, trained, need, call.random, error)
             if next_proof is None:
                 return
             hooks.batch = next_proof.batch
@@ -276,7 +278,8 @@ class CallProofs:
         error: MemprofError | None = None
         while True:
             need = 2 * is_new
-            next_proof = self.joint.next(call.args, call.kwargs, batch, description, need, random, error)
+            trained = self.situations.trained.values()
+            next_proof = self.joint.next(call.args, call.kwargs, batch, description, trained, need, random, error)
             if next_proof is None:
                 break
             hooks.batch = next_proof.batch

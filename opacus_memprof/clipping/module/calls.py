@@ -144,6 +144,13 @@ class ExplainedSteps:
                         check_explained(each, own, trained, self.bookkeeping.workspace)
                 except torch.OutOfMemoryError:  # no memory left beside the step; a later forward is explained instead
                     continue
+                except (RuntimeError, TypeError, ValueError) as error:
+                    message = str(error).strip().partition("\n")[0]
+                    raise MemprofError(
+                        "the forward of this step does not run a second time, before optimizer.step() "
+                        f"({type(error).__name__}: {message}): change the model, its dtype or its device after the "
+                        "step, and not between forward and step."
+                    ) from error
                 for proof, forward in (record.proof for record in own if record.proof is not None):
                     proof.note("explained", forward=forward)
         for record in records.values():
@@ -254,6 +261,11 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         "flash_clip needs a tensor among the model's inputs whose first dimension is the batch: pass tensors, or "
         "tuples, lists, dictionaries and dataclasses of them, instead of strings, arrays and objects of other kinds."
     )
+
+
+def has_parameters_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call of a module has no samples: no arguments, or parameters, as a parametrization's has."""
+    return all(isinstance(leaf, nn.Parameter) for leaf in tree_flatten((args, kwargs))[0])
 
 
 def wheres_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:

@@ -41,6 +41,7 @@ from opacus_memprof.clipping.module.calls import (
     batch_size,
     detach_for_two_passes,
     device_of,
+    has_parameters_alone,
     one_pass_fits,
     open_objects,
     wheres_by_shape,
@@ -194,12 +195,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     def remove_hooks(self) -> None:
         """Removes the hooks, and drops the tensors that backward has kept."""
+        self._detach()
+        let_reducer_run(self._module, True)
+
+    def _detach(self) -> None:
         self.disable_hooks()
         self._attached.remove()
         self._explained.clear()
         self._parts.pause()
         self.bookkeeping.clear()
-        let_reducer_run(self._module, True)
 
     def called_layers(self) -> set[Layer]:
         """Returns the layers that any forward, one of a proof included, has called."""
@@ -278,6 +282,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if torch._C._current_graph_task_id() != -1 and module is not self.registry.model:
             return None  # a checkpoint runs a part of the model again, in backward
         is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
+        is_off = is_off or (module is not self.registry.model and has_parameters_alone(args, kwargs))
         if not is_off:
             open_objects((args, kwargs))
         self._call = Call(module, args, kwargs, is_off)
@@ -357,10 +362,17 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                     "the model is called with other tensors instead of its parameters (torch.func.functional_call), "
                     "whose gradients flash_clip does not form: call the model itself."
                 )
+            if self.bookkeeping.passes:
+                raise MemprofError(
+                    "the model has other layers or trained parameters than in the backward before, whose gradients "
+                    "still wait for optimizer.step(): freeze, unfreeze, add and replace between two steps, not within "
+                    "one, or call optimizer.zero_grad() before."
+                )
             registry = LayerRegistry(self.registry.model)
-            self.remove_hooks()
+            self._detach()
             self.enable_hooks()
             self.registry = registry
+            self.bookkeeping.first_forward = self.layer_hooks.forward + 1
             self._proofs.follow(registry, self.situations.check)
             self._attach()
         if self._proofs.follow_modes():

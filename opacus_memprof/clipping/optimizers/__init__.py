@@ -37,9 +37,18 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         It is higher than `noise_multiplier` times the bound, because each step also uses a noisy count of unclipped
         samples: together, sums and count cost as much privacy as `noise_multiplier` says. See Theorem 1 of Andrew et
         al., "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021.
+
+        Raises:
+            MemprofError: the noise multiplier is too high for the noise of the count.
         """
         if self.noise_multiplier == 0:
             return 0.0
+        if self.noise_multiplier >= 2 * self.unclipped_num_std:
+            raise MemprofError(
+                f"noise_multiplier is {self.noise_multiplier:g}, but with clipping='adaptive' it must stay below "
+                f"2 unclipped_num_std = {2 * self.unclipped_num_std:g}, the noise of the count of unclipped samples: "
+                "set it lower, or let a scheduler of noise end there."
+            )
         rest = self.noise_multiplier ** (-2) - (2 * self.unclipped_num_std) ** (-2)
         return float(rest ** (-1 / 2) * self.noise_bound())
 

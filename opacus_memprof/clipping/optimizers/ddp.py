@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of flash_clip under DDP: every rank has the whole model, and the ranks' clipped sums are added once."""
 
-from collections.abc import Callable
+import struct
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +85,42 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
             super()._prepare_step(skips)
         except (MemprofError, Warning) as raised:  # a program may turn warnings into errors
             error = raised
-        ((fewest, most),) = self.agreement.settle(error, [0 if error else self.accumulated_iterations])
+        ((fewest, most),) = self._settle(error, [0 if error else self.accumulated_iterations])
         if self.loss_reduction == "mean" and fewest < most:
             raise MemprofError(
                 f"a rank has run {fewest} backward passes for this step, and another one {most}: with a mean loss "
                 "these numbers must be equal."
             )
+
+    def _settle(self, error: Exception | None, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Does the same as `Agreement.settle`, and compares what a program may change between two steps.
+
+        A scheduler that runs on one rank alone would leave the ranks with other bounds than the noise is made for.
+
+        Raises:
+            MemprofError: the ranks differ in settings, or in the parameters that they train.
+        """
+        settings = {
+            "max_grad_norm": self.noise_bound(),
+            "noise_multiplier": self.noise_multiplier,
+            "expected_batch_size": self.expected_batch_size if self.loss_reduction == "mean" else 1,
+        }
+        trained = zlib.crc32("\n".join(f"{self._names.get(p)} {p.dtype}" for p in self.params).encode())
+        own = [_ordered(float(value) if error is None else 0.0) for value in settings.values()]
+        *found, names = self.agreement.settle(error, [*numbers, *own, trained])
+        for name, (low, high) in zip(settings, found[len(numbers) :], strict=True):
+            if low < high:
+                raise MemprofError(
+                    f"{name} is {_number(low):g} on a rank, and {_number(high):g} on another one, so that the noise is "
+                    "not the one that all samples need: change it on all ranks alike, and run schedulers on each."
+                )
+        if names[0] < names[1]:
+            raise MemprofError(
+                "the ranks do not train the same parameters in the same order and dtypes, so that the sums of "
+                "different ones would be added up: freeze, unfreeze, add and convert the parameters of the model and "
+                "the optimizer on all ranks alike."
+            )
+        return found[: len(numbers)]
 
     def reduce_gradients(self) -> None:
         """Adds up the gradients of all ranks, in float32 where parameters are of low precision.
@@ -121,3 +153,14 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self.reduce_gradients()
         loss: float | None = self.original_optimizer.step()
         return loss
+
+
+def _ordered(number: float) -> int:
+    """Returns the bits of a number that is not negative, which are in the order of the numbers."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _number(bits: int) -> float:
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number

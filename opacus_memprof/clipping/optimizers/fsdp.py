@@ -40,11 +40,14 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
 
     def __init__(self, optimizer: Optimizer, *, module: FlashClipHooks, **kwargs: Any) -> None:
         super().__init__(optimizer, module=module, **kwargs)
-        replicated = {p: _replicated_dimensions(p) for p in self.params}
-        self._replicated = {p: dimensions for p, dimensions in replicated.items() if dimensions}
         self._modules = [each for each in module.registry.model.modules() if isinstance(each, FSDPModule)]
         if not self.secure_mode:
             self.generator = _own_generator(kwargs.get("generator"), self.rank, self.params[0].device)
+
+    def _follow_model(self) -> None:
+        super()._follow_model()
+        replicated = {p: _replicated_dimensions(p) for p in self.params}
+        self._replicated = {p: dimensions for p, dimensions in replicated.items() if dimensions}
 
     @torch.no_grad()  # otherwise to_local records each of hundreds of parameters for autograd
     def clip_and_accumulate(self) -> None:
@@ -67,12 +70,13 @@ class DPOptimizerFlashClipFSDP(DPOptimizerFlashClipDDP):
         error: Exception | None = None
         try:
             self.bookkeeping.refusal.pop()
+            self._follow_model()
             self.bookkeeping.check_complete(self.params, self._names)
             if not skips:
                 self._check_number_of_samples()
         except (MemprofError, Warning) as raised:  # a program may turn warnings into errors
             error = raised
-        passes, skipping = self.agreement.settle(error, [self.bookkeeping.passes, int(skips)])
+        passes, skipping = self._settle(error, [self.bookkeeping.passes, int(skips)])
         if passes[0] < passes[1] or skipping[0] < skipping[1]:
             raise MemprofError(
                 "the ranks have split their batches into different numbers of parts (BatchMemoryManager), or run "

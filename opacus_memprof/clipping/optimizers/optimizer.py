@@ -13,7 +13,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.arguments import refuse_closures
+from opacus_memprof.clipping.arguments import is_bound, refuse_closures
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
@@ -359,7 +359,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         left_part = self._parts.begin_step(self._module.layer_hooks.forward)
         self.bookkeeping.refusal.error = self.bookkeeping.refusal.error or left_part
         skips = self._check_skip_next_step()
-        _check_processed_flag(self.params[0].summed_grad)  # before anything is added to it; add_noise checks all sums
+        for parameter in self.params[:1]:  # before anything is added to it; add_noise checks all sums
+            _check_processed_flag(getattr(parameter, "summed_grad", None))
         generators = self._generator_states()
         begun_with = {} if skips else self._module.take_random_states()
         draws = not skips and self.noise_multiplier > 0 and any(map(self._gets_noise, self.params))
@@ -474,10 +475,20 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Warns once if steps have far more samples than the loader draws, or mostly another number than it has drawn.
 
         Called before anything changes, because a program may turn warnings into errors.
+
+        Raises:
+            MemprofError: the expected number of samples, by which a mean loss is divided, is not positive and finite.
         """
+        if self.loss_reduction == "mean" and not is_bound(self.expected_batch_size):
+            raise MemprofError(
+                f"the optimizer's expected_batch_size is {self.expected_batch_size!r}, and the gradients of a mean "
+                "loss are divided by it: set optimizer.expected_batch_size to the number of samples that a batch has "
+                "on average. (Opacus rounds that number down, for some loaders of one sample to 0.)"
+            )
         own = [each.batch_size for each in self.bookkeeping.backward_passes()]
         samples = self.bookkeeping.limit.samples + sum(own)
-        expected = (self.expected_batch_size or 0) * max(1, len(own))
+        size = self.expected_batch_size
+        expected = size * max(1, len(own)) if is_bound(size) else 0
         if self.drawn is not None:
             self.drawn.use(samples)
         if self._has_warned:

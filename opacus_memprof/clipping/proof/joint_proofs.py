@@ -2,6 +2,7 @@
 """Proofs under FSDP2, which all ranks run together because each forward gathers parameters from all ranks."""
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +66,7 @@ class JointProofs:
         kwargs: dict[str, Any],
         batch: int,
         situation: object,
+        trained: Iterable[str],
         need: int,
         random: RandomState | None,
         error: MemprofError | None,
@@ -76,21 +78,28 @@ class JointProofs:
             kwargs: its keyword arguments.
             batch: the number of samples of this rank.
             situation: a description of this rank's situation, without details that differ between processes.
+            trained: the names of the trained parameters, whose gradients backward reduces over the ranks.
             need: 2 if this rank's situation is new, 1 if it must be checked again, otherwise 0.
             random: the initial state of this rank's random number generators.
             error: an error that this rank has raised, or None.
 
         Raises:
-            MemprofError: `error`, or another rank's error; or ranks call the model with arguments of different kinds.
+            MemprofError: `error`, or another rank's error; or ranks call the model with arguments of different kinds,
+                or train different parameters.
         """
         world, rank = self.agreement.world_size, self.agreement.rank
         leaves, structure = tree_flatten((args, kwargs))
         kind = zlib.crc32(repr((str(structure), [_kind(leaf) for leaf in leaves])).encode())
         # Priority: most urgent, then largest batch, then lowest rank.
         place = (need << 48) + (batch << 16) + world - rank
-        kinds, (_, first) = self.agreement.settle(error, [kind, place])
+        kinds, names, (_, first) = self.agreement.settle(error, [kind, zlib.crc32(repr([*trained]).encode()), place])
         if kinds[0] != kinds[1]:
             raise MemprofError("the ranks call the model with different kinds of arguments; FSDP2 needs equal kinds.")
+        if names[0] != names[1]:
+            raise MemprofError(
+                "the ranks train different parameters of the model, which FSDP2 shards over all of them: freeze and "
+                "unfreeze them on all ranks alike."
+            )
         if not first >> 48:
             return None
         source = world - first % (1 << 16)

@@ -289,7 +289,7 @@ class Probe(SampleForwards):
             return None
         x, y, *others = leaves
         if all(x.meta.shape == other.meta.shape for other in others):
-            if x.meta.shape != y.meta.shape or not close(y.sums, x.sums):
+            if x.meta.shape != y.meta.shape or not close(*y.beside(x)):
                 raise _UnsuitableError
             return None
         for where in CANDIDATES:
@@ -425,7 +425,7 @@ def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[T
     for other, size in zip(others, _OTHER_SIZES, strict=True):
         if where.rows(other.meta, size) != rows or where.by_sample(other.meta, size).shape[1:] != shape:
             return False
-    a, b = where.by_sample(x.sums, SIZE), where.by_sample(y.sums, SIZE)
+    a, b = (where.by_sample(sums, SIZE) for sums in x.beside(y))
     return all(close(b[n], a[n]) for n in range(SIZE) if n != _CHANGED)
 
 
@@ -458,5 +458,5 @@ def _is_shared(layer: Layer, layout: Layout) -> bool:
 def _same(actual: list[Any], expected: list[Any]) -> bool:
     tensors = [(a, e) for a, e in zip(actual, expected, strict=False) if isinstance(e, TensorSummary)]
     return all(
-        isinstance(a, TensorSummary) and a.meta.shape == e.meta.shape and close(a.sums, e.sums) for a, e in tensors
+        isinstance(a, TensorSummary) and a.meta.shape == e.meta.shape and close(*a.beside(e)) for a, e in tensors
     )

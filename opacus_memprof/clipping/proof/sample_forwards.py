@@ -163,16 +163,27 @@ class TensorSummary:
         meta: a tensor of the same shape and dtype without data.
         sums: signed sums of blocks of adjacent elements in the last dimensions: [d0, d1, blocks] for [d0, d1, ...], and
             [d0, blocks] for [d0, d1]. Smaller tensors are kept as they are. Empty if only the shape is needed.
+        moderate: where a sum is not finite, sums that leave extreme numbers out, and the counts of these numbers.
     """
 
     meta: torch.Tensor
     sums: torch.Tensor
+    moderate: torch.Tensor | None = None
 
     @classmethod
     def from_tensor(cls, x: torch.Tensor, shape_only: bool = False) -> TensorSummary:
         """Returns the summary of `x`."""
         x = x.detach()
-        return cls(x.to("meta"), x.new_empty(0) if shape_only else _block_sums(x))
+        return cls(x.to("meta"), *((x.new_empty(0), None) if shape_only else _block_sums(x)))
+
+    def beside(self, other: TensorSummary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what can be compared of this summary and another one.
+
+        Where one sample's infinities are in one of two tensors only, the other samples' own sums are finite in both.
+        """
+        if self.moderate is None or other.moderate is None:
+            return self.sums, other.sums
+        return self.moderate, other.moderate
 
 
 @dataclass
@@ -220,18 +231,18 @@ def used_parameters(leaves: list[Any]) -> set[int]:
     return found
 
 
-def _block_sums(x: torch.Tensor) -> torch.Tensor:
+def _block_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     if x.is_complex():
         x = torch.view_as_real(x)
     if x.dim() < 2 or (x.dim() == 2 and x.shape[1] <= _BLOCK):
-        return x.clone()
+        return x.clone(), None
     rows = x.flatten(2) if x.dim() > 2 else x
     whole = rows.shape[-1] // _BLOCK * _BLOCK
     blocks, rest = rows[..., :whole].reshape(*rows.shape[:-1], whole // _BLOCK, _BLOCK), rows[..., whole:].unsqueeze(-2)
     sums = torch.cat([_signed_sums(blocks), _signed_sums(rest)], -1)
     if not x.is_floating_point() or sums.isfinite().all():
-        return sums
-    return torch.cat([*_sums_without_large(blocks), *_sums_without_large(rest)], -1)
+        return sums, None
+    return sums, torch.cat([*_sums_without_large(blocks), *_sums_without_large(rest)], -1)
 
 
 def _signed_sums(blocks: torch.Tensor) -> torch.Tensor:

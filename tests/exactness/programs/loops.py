@@ -27,28 +27,32 @@ def _losses(model: Any, x: torch.Tensor) -> torch.Tensor:
     return out.square().sum(1) * (1 + x[:, 0].abs() * 10)
 
 
-def _private(seed: int, samples: int = 24, **options: Any) -> tuple[nn.Module, Any, Any, Any]:
+def _private(
+    seed: int, samples: int = 24, batch: int = 8, model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, Any, Any, Any]:
     """The model, and what make_private returns."""
     seed_all(seed)
-    model = _model()
+    model = _model() if model is None else model
     data = TensorDataset(torch.randn(samples, 6, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     arguments = {"noise_multiplier": 0.0, "max_grad_norm": 5.0, "poisson_sampling": False, **options}
     module, private, loader = PrivacyEngine(accountant="rdp").make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(seed)),
-        grad_sample_mode="flash_clip",
-        **arguments,
+        data_loader=DataLoader(data, batch_size=batch, generator=torch.Generator().manual_seed(seed)),
+        **{"grad_sample_mode": "flash_clip", **arguments},
     )
     return model, module, private, loader
 
 
-def _by_hand(model: nn.Module, rows: torch.Tensor, bounds: list[float], is_flat: bool) -> list[torch.Tensor]:
-    """Clipped sums, by parameter, of a copy that is not private."""
-    copied = _model()
+def _by_hand(
+    model: nn.Module, rows: torch.Tensor, bounds: list[float], is_flat: bool, copied: nn.Module | None = None
+) -> list[torch.Tensor]:
+    """Clipped sums, by trained parameter, of a copy that is not private."""
+    copied = _model() if copied is None else copied
     copied.load_state_dict(model.state_dict())
-    parameters = list(copied.parameters())
+    trained = [own.requires_grad for own in model.parameters()]
+    parameters = [p for p, is_trained in zip(copied.parameters(), trained, strict=True) if is_trained]
     total = [torch.zeros_like(p) for p in parameters]
     for row in rows:
         found = torch.autograd.grad(_losses(copied, row.unsqueeze(0)).sum(), parameters)

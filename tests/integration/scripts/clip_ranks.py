@@ -147,6 +147,23 @@ def accumulated(case: str, wrap: str, name: str) -> None:
     report(case, hand.difference(model))
 
 
+def frozen_later(case: str, wrap: str, name: str) -> None:
+    """A parameter is frozen in the second step, and trained again in the third."""
+    hand = ByHand(name, 0.0, EXPECTED)
+    wrapped = WRAPPERS[wrap](build(name))
+    model, optimizer, _ = private(wrapped, name, poisson_sampling=False)
+    for step in range(3):
+        for net in (wrapped, hand.model):
+            next(net.parameters()).requires_grad_(step != 1)
+        optimizer.zero_grad()
+        hand.optimizer.zero_grad()
+        batch = part(name, step, dist.get_rank())
+        criterion("mean")(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        hand.step(together([part(name, step, rank) for rank in range(dist.get_world_size())]))
+    report(case, hand.difference(model))
+
+
 def in_parts(case: str, wrap: str, name: str) -> None:
     """Two physical batches for each step, as BatchMemoryManager splits them, as many on every rank."""
     hand = ByHand(name, 0.0, EXPECTED)
@@ -251,6 +268,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "ddp memory manager": lambda case: sampled(case, "ddp", "mlp", 2),
     "ddp accumulated": lambda case: accumulated(case, "ddp", "mlp"),
     "dpddp accumulated": lambda case: accumulated(case, "dpddp", "mlp"),
+    "ddp frozen later": lambda case: frozen_later(case, "ddp", "mlp"),
+    "dpddp frozen later": lambda case: frozen_later(case, "dpddp", "mlp"),
     "ddp per layer": lambda case: per_layer(case, "ddp", "mlp"),
     "ddp sensitivity": lambda case: sensitivity(case, "ddp", "mlp"),
     **{f"{wrap} float32 {name}": lambda case, w=wrap, n=name: rounded(case, w, n, torch.float32)
@@ -270,6 +289,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "fsdp2 in parts": lambda case: in_parts(case, "fsdp2_blocks", "mlp"),
     "fsdp2 columns": lambda case: poisson(case, "fsdp2_columns", "transformer"),
     "fsdp2 compiled": lambda case: poisson(case, "fsdp2_compiled", "transformer"),
+    "fsdp2 frozen later": lambda case: frozen_later(case, "fsdp2", "mlp"),
+    "fsdp2_hybrid frozen later": lambda case: frozen_later(case, "fsdp2_hybrid", "mlp"),
     "fsdp2 per layer": lambda case: per_layer(case, "fsdp2", "mlp"),
     "fsdp2 sensitivity": lambda case: sensitivity(case, "fsdp2", "mlp"),
     "fsdp2 tied": lambda case: poisson(case, "fsdp2_blocks", "tied"),

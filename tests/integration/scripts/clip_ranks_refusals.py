@@ -76,6 +76,14 @@ def refusals(case: str) -> None:
     step(model, optimizer)  # and goes on
     assert not torch.equal(next(model.parameters()), before[0])
 
+    inner = build("mlp")
+    model, optimizer, _ = private(DistributedDataParallel(inner), "mlp", noise_multiplier=1.0)
+    refused_changes(optimizer, refused, lambda: step(model, optimizer))
+    step(model, optimizer)
+    optimizer.zero_grad()
+    inner[0].bias.requires_grad_(rank == 0)
+    refused("do not train the same parameters", lambda: step(model, optimizer))
+
     model, optimizer, _ = private(DistributedDataParallel(build("mlp")), "mlp", noise_multiplier=1.0)
     before = [p.clone() for p in model.parameters()]
     state = torch.get_rng_state if device().type == "cpu" else torch.cuda.get_rng_state
@@ -88,6 +96,15 @@ def refusals(case: str) -> None:
     assert torch.equal(state(), generator)  # rank 0 had drawn noise
     step(model, optimizer)
     report(case, 0.0)
+
+
+def refused_changes(optimizer: Any, refused: Callable[[str, Callable[[], Any]], None], act: Callable[[], Any]) -> None:
+    """What a program changes on one rank alone, such as by a scheduler."""
+    for name, value in (("max_grad_norm", 0.03), ("noise_multiplier", 0.1), ("expected_batch_size", 1)):
+        before = getattr(optimizer, name)
+        setattr(optimizer, name, value if dist.get_rank() == 1 else before)
+        refused(f"{name} is .* on a rank, and .* on another one", act)
+        setattr(optimizer, name, before)
 
 
 def not_clipped(fails: bool) -> AbstractContextManager[Any]:
@@ -160,6 +177,12 @@ def refusals_fsdp2(case: str) -> None:
         # The sum of a shard is of all ranks' samples.
         refused("a sample was not clipped|rank . could not", optimizer.step)
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
+
+    inner = build("mlp")
+    model, optimizer, _ = private(by_block(inner), "mlp", noise_multiplier=1.0)
+    refused_changes(optimizer, refused, lambda: (backward(model), optimizer.step()))
+    inner[0].bias.requires_grad_(rank == 0)
+    refused("the ranks train different parameters", lambda: backward(model))
 
     model, optimizer, _ = private(by_block(Mixed().to(device(), torch.float64)), "mlp")
     shift = {"shift": torch.ones(3, 4, dtype=torch.float64, device=device())} if rank == 0 else {}
