@@ -96,10 +96,14 @@ def test_planted_mixing_is_refused(drawn: Draw) -> None:
     assert not lacks(verdict.message), f"{lacks(verdict.message)}: {verdict.message}"
 
 
-@settings(max_examples=80, **_EXAMPLES)
-@given(draws(list(HARD)))
-def test_hard_pieces_are_exact_or_refused(drawn: Draw) -> None:
-    verdict = drawn.verdict()
-    assert verdict.outcome in ("exact", "refused"), f"{verdict.outcome}: {verdict.message}"
-    if verdict.outcome == "refused":
-        assert not lacks(verdict.message), f"{lacks(verdict.message)}: {verdict.message}"
+@pytest.mark.parametrize("examples", [25, pytest.param(80, marks=pytest.mark.nightly)])
+def test_hard_pieces_are_exact_or_refused(examples: int) -> None:
+    @settings(max_examples=examples, **_EXAMPLES)
+    @given(draws(list(HARD)))
+    def is_exact_or_refused(drawn: Draw) -> None:
+        verdict = drawn.verdict()
+        assert verdict.outcome in ("exact", "refused"), f"{verdict.outcome}: {verdict.message}"
+        if verdict.outcome == "refused":
+            assert not lacks(verdict.message), f"{lacks(verdict.message)}: {verdict.message}"
+
+    is_exact_or_refused()
