@@ -390,7 +390,7 @@ class _Judge:
                 if not stopped:
                     a, b = (each.sums[-1] for each in found)
                     contribution = norm_of([a[name] - b[name] for name in a]) / bound
-                if crash is None and contribution <= allowed:
+                if not stopped and contribution <= allowed:
                     break
             if crash is not None:
                 return Verdict("crash", verdict.error, f"without sample {n}: {crash!r}")

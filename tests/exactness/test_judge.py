@@ -39,6 +39,22 @@ def test_factors_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1.009 < verdict.contribution < 1.011
 
 
+def test_contributions_where_only_checked_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal without checks is no contribution of zero."""
+    factors, step = ClipRule.factors, DPOptimizerFlashClip.step
+    monkeypatch.setattr(ClipRule, "factors", lambda self, norms: 1.01 * factors(self, norms))
+
+    def refuse_unchecked(self: Any, closure: Any = None) -> None:
+        if self._module.situations.check == "off":
+            raise MemprofError("checks are off.")
+        step(self, closure)
+
+    monkeypatch.setattr(DPOptimizerFlashClip, "step", refuse_unchecked)
+    verdict = _judge(removes=True, tolerance=0.5)
+    assert verdict.outcome == "wrong"
+    assert 1.009 < verdict.contribution < 1.011
+
+
 def test_a_parameter_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     add_noise = DPOptimizerFlashClip.add_noise
 

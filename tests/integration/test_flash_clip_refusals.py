@@ -148,6 +148,17 @@ def test_a_condition_that_is_compiled(by_batch: bool) -> None:
         module(torch.randn(6, 3)).sum().backward()
 
 
+def test_a_state_with_the_batch_second() -> None:
+    class Recurrent(nn.GRU):
+        def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            y: torch.Tensor = super().forward(x, state)[0]
+            return y
+
+    module = GradSampleModuleFlashClip(Recurrent(3, 4, batch_first=True))
+    with pytest.raises(MemprofError, match=r"shape \(1, 6, 4\), with the batch second, is passed as state.transpose"):
+        module(torch.randn(6, 5, 3), torch.zeros(1, 6, 4)).sum().backward()
+
+
 def test_a_batch_norm_that_is_switched_on_again() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].requires_grad_(False).eval()

@@ -33,6 +33,10 @@ _OTHER_BYTES = 64 << 20
 _MOST_NUMBERS = 64
 _SAME_SUM = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The relative rounding of a loss; 3e-2 in low precision."""
+_OF_TABLES = ("index", "index_select", "embedding", "gather", "take")
+"""Operations whose first argument has rows of its own where the second depends on the samples."""
+_OF_CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
+"""Operations whose third argument is one weight for each class."""
 _SMALL = [10.0**-i for i in range(3, 13)]
 """What programs add before they divide."""
 
@@ -44,31 +48,37 @@ class OtherSamples(TorchDispatchMode):
     gradients. A sample whose own data stays must keep its rows. A loss must add up: where both halves of the samples
     change, it must change by the sum of what it changes by where each of them changes.
 
+    Tensors that the program has from elsewhere, such as labels and masks, have samples if they have as many rows, and
+    are no constants: integers, or tensors of other values than in earlier steps.
+
     Args:
         batch: the number of samples.
         size: the bytes of the call's tensors.
+        constants: marks of the tensors from elsewhere in earlier steps; None in the first step.
     """
 
     supports_higher_order_operators = True
     _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
 
-    def __init__(self, batch: int, size: int) -> None:
+    def __init__(self, batch: int, size: int, constants: set[Any] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.batch = batch
+        self.batch, self.constants = batch, constants
         self.is_on = True
+        self.marks: set[Any] = set()
         self.kept = [torch.tensor(plan) for plan in halves(batch)[: max(2, _OTHER_BYTES // max(1, size))]]
         self.reads_numbers = False  # whether a number of the samples has become an argument or a condition
         self.weighs_unequally = False  # whether a mean gives some samples more weight, so that weights are shared
         self._numbers: list[float] = []  # that the program has read
         self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage | None]]] = {}
+        self._shared: dict[int, StorageWeakRef] = {}  # of tensors that do not depend on the samples
 
-    def add(self, x: torch.Tensor, where: Arrangement) -> None:
-        """Adds a tensor of a call, with its samples at `where`."""
+    def add(self, x: torch.Tensor, where: Arrangement, is_label: bool = False) -> None:
+        """Adds a tensor with samples at `where`. Other samples' labels are those of the batch in another order."""
         if self.depends(x):
             return
         by_sample = where.by_sample(x.detach(), self.batch)
         # Losses of probabilities take no other numbers, and on a GPU end the process.
-        in_range = x.is_floating_point() and bool(((x >= 0) & (x <= 1)).all())
+        in_range = is_label or (x.is_floating_point() and bool(((x >= 0) & (x <= 1)).all()))
         variants = [GENTLE[0] if in_range else i % VARIANTS for i in range(len(self.kept))]
         rows = [
             perturbed([by_sample], self.batch, k, v, i)[0]
@@ -93,16 +103,53 @@ class OtherSamples(TorchDispatchMode):
         """Returns whether a value was computed from the call's samples."""
         return _has_storage(x) and x.untyped_storage()._cdata in self._others
 
+    def share(self, x: torch.Tensor) -> None:
+        """Notes a tensor that does not depend on the samples."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._shared:
+            self._shared[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _add_from_elsewhere(self, name: str, args: Any, leaves: Sequence[Any]) -> None:
+        """Adds those arguments of an operation that have samples and that no call and no operation has returned."""
+        table = args[0] if name in _OF_TABLES else args[2] if name in _OF_CLASSES and args[2] is not None else None
+        for x in leaves:
+            if type(x) is not torch.Tensor or not _has_rows(x) or self.depends(x) or x is table:
+                continue
+            known = self._shared.get(x.untyped_storage()._cdata)
+            if known is not None and not known.expired():  # type: ignore[no-untyped-call]
+                continue
+            mark = x.shape, x.dtype, _mark(x)
+            self.marks.add(mark)
+            is_constant = mark in (self.constants or ()) or (self.constants is None and _is_floating(x))
+            if is_constant or len(x) != self.batch or not x.is_contiguous():
+                self.share(x)
+            else:
+                self.add(x, PLAIN, is_label=True)
+        if table is not None and name in _OF_TABLES and not any(map(self.depends, tree_flatten(args[1:])[0])):
+            self._add_from_elsewhere("", args, [table])
+
     def leave(self) -> None:
         """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
         self.is_on &= _get_current_dispatch_mode() is self
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """Ends the mode's work and frees its tensors."""
-        self.is_on = False
+    def free(self) -> None:
+        """Frees the tensors, after the backward that has ended the mode's work."""
         self._others.clear()
+        self._shared.clear()
+
+    @torch.no_grad()
+    def mixes_gradients(self, gradient: torch.Tensor, where: Arrangement) -> bool:
+        """Returns whether a loss gives an output other gradients for a sample where other samples change."""
+        if not self.depends(gradient):
+            return False
+        rows = Rows.of(where.by_sample(gradient, self.batch))
+        for i, kept in enumerate(self.kept):
+            other = self.other(gradient, i)
+            if other is not None and far_apart(rows, Rows.of(where.by_sample(other, self.batch)), kept):
+                return True
+        return False
 
     @torch.no_grad()
     def mixes(self, x: Any) -> bool:
@@ -168,9 +215,14 @@ class OtherSamples(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         name = func._schema.name.split("::")[1]
         self.reads_numbers |= bool(self._numbers) and any(self._is_read(name, leaf) for leaf in leaves)
+        self._add_from_elsewhere(name, args, leaves)
         if not any(map(self.depends, leaves)):
-            return func(*args, **kwargs)
-        if name in ("nll_loss_forward", "nll_loss2d_forward") and args[3] == 1:
+            output = func(*args, **kwargs)
+            for x in tree_flatten(output)[0]:
+                if _has_storage(x):
+                    self.share(x)
+            return output
+        if name in _OF_CLASSES and args[3] == 1:
             self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
         if func._schema.is_mutable:
             for leaf in leaves:
@@ -251,6 +303,18 @@ def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
 
 
+def _is_floating(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+@torch.no_grad()
+def _mark(x: torch.Tensor) -> float:
+    """Returns a number that is the same for equal tensors of a shape, and hardly for others."""
+    numbers = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
+    places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=torch.float64)
+    return float((numbers.double().nan_to_num() * places.sqrt()).sum())
+
+
 class Parts:
     """The outputs of the model, and of parts that the program has called by themselves, since the last step.
 
@@ -265,6 +329,8 @@ class Parts:
         self._outputs: deque[tuple[Any, Arrangement, int]] = deque(maxlen=64)
         self._others: OtherSamples | None = None
         self._step = 1
+        self._constants: set[Any] | None = None
+        self._is_too_small = False  # whether all calls of this step had one sample, of which nothing can be seen
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_others": None, "_outputs": deque(maxlen=64)}
@@ -273,8 +339,11 @@ class Parts:
         """Forgets the outputs, after a step."""
         self._outputs.clear()
         self.pause()
+        if self._others is not None:
+            self._constants = (self._constants or set()) | self._others.marks
         self._others = None
-        self._step += 1
+        self._step += not self._is_too_small
+        self._is_too_small = False
 
     def pause(self) -> None:
         """Stops to follow what the program computes, because it calls the model."""
@@ -283,22 +352,26 @@ class Parts:
             if not self._others.is_on:
                 self._others = None
 
-    def end(self) -> bool:
-        """Ends it, because a backward has reached an output. The mode cannot be left there.
+    def end(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> bool:
+        """Ends it, because a backward has reached an output, with so many samples at `where`.
+
+        The mode cannot be left there.
 
         Returns whether the loss mixes samples.
         """
         others = self._others
-        if others is None or not others.is_on or is_backward_of_inputs():
+        if others is None or is_backward_of_inputs():
             return False
-        others.is_on = False
-        roots = roots_of_backward()
-        mixes = others.weighs_unequally
-        if len(roots) == 1:
-            losses, arguments = roots[0]
-            given = arguments[0] if arguments else [None] * len(losses)
-            mixes |= not others.adds_up(losses, given)
-        others.end()
+        is_first, others.is_on = others.is_on, False
+        mixes = others.batch == batch and others.mixes_gradients(gradient, where)
+        if is_first:
+            torch.autograd.Variable._execution_engine.queue_callback(others.free)
+            roots = roots_of_backward()
+            mixes |= others.weighs_unequally
+            if len(roots) == 1:
+                losses, arguments = roots[0]
+                given = arguments[0] if arguments else [None] * len(losses)
+                mixes |= not others.adds_up(losses, given)
         return mixes
 
     def add(self, outputs: Outputs, batch: int) -> None:
@@ -317,6 +390,8 @@ class Parts:
         known = [(x, where) for x, where in outputs if where is not None and _has_rows(x)]
         if call.is_off:
             known = [(x, where) for x, where in known if len(x) == batch]
+        else:
+            self._is_too_small = batch < 2 and (self._is_too_small or self._others is None)
         if batch < 2 or not known or not self.is_due() or mode is not None:
             return False
         known += [(x, PLAIN) for x in given if len(x) == batch and x.is_contiguous()]
@@ -324,9 +399,12 @@ class Parts:
         if size > _OTHER_BYTES:
             return False
         if self._others is None or self._others.batch != batch:
-            self._others = OtherSamples(batch, size)
+            self._others = OtherSamples(batch, size, self._constants)
         for x, where in known:
             self._others.add(x, where)
+        for x, place in outputs:
+            if place is None and _has_storage(x):
+                self._others.share(x)
         self._others.__enter__()  # type: ignore[no-untyped-call]
         return True
 

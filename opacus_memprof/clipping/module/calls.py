@@ -253,8 +253,18 @@ def _made(cls: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns the length of the first tensor among the model's inputs."""
-    for leaf in tree_flatten((args, kwargs))[0]:
+    """Returns the length of the first tensor among the model's inputs.
+
+    Raises:
+        MemprofError: there is none, or a nested tensor, whose samples cannot be taken apart.
+    """
+    leaves = tree_flatten((args, kwargs))[0]
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+        raise MemprofError(
+            "the model is called with a nested tensor, whose samples flash_clip cannot replace one by one: pass a "
+            "padded tensor with the samples' lengths or a mask."
+        )
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return len(leaf)
     raise MemprofError(
@@ -266,6 +276,18 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def has_parameters_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call of a module has no samples: no arguments, or parameters, as a parametrization's has."""
     return all(isinstance(leaf, nn.Parameter) for leaf in tree_flatten((args, kwargs))[0])
+
+
+def advice_for_states(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
+    """Returns how to pass a state whose second dimension is the batch, as those of recurrent layers; or nothing."""
+    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    shape = next((tuple(x.shape) for x in leaves if x.dim() > 2 and len(x) != batch and x.shape[1] == batch), None)
+    if shape is None:
+        return ""
+    return (
+        f" A state such as that of shape {shape}, with the batch second, is passed as state.transpose(0, 1), and "
+        "transposed back in the model's forward; so is a state that the model returns."
+    )
 
 
 def wheres_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:

@@ -26,7 +26,7 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_a
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
-from opacus_memprof.clipping.forwards.state import PLAIN, RandomState
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
@@ -37,6 +37,7 @@ from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
+    advice_for_states,
     allocated_bytes,
     batch_size,
     detach_for_two_passes,
@@ -46,7 +47,7 @@ from opacus_memprof.clipping.module.calls import (
     open_objects,
     wheres_by_shape,
 )
-from opacus_memprof.clipping.proof.batches import alias_cached_tensors, tensors_in
+from opacus_memprof.clipping.proof.batches import alias_cached_tensors, alias_leaves, tensors_in
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.workspace import Workspace
@@ -412,7 +413,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-                "it."
+                "it." + advice_for_states(call.args, call.kwargs, hooks.batch)
             ) from call.cannot_run
         situation = call.situation
         if call.random is not None:
@@ -448,6 +449,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         record = call.record if outputs else None
         if record is not None:
             output, outputs = self._explained.add(call, output, outputs)
+        elif len(outputs) > 1 and self._parts.is_due():  # with aliases, gradients are those of the loss alone
+            output, aliases = alias_leaves(output, [x for x, _ in outputs])
+            outputs = [(x, where) for x, (_, where) in zip(aliases, outputs, strict=True)]
         for place, (x, _) in enumerate(outputs):
             begin = functools.partial(self._explained.begin_backward, hooks.forward, record, place)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
@@ -460,13 +464,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         if call.random is not None and self._parts.follow(call, outputs):
-            for x, _ in outputs:
-                x.register_hook(self._end_between)  # type: ignore[no-untyped-call]
+            for x, where in outputs:
+                if where is not None:
+                    end = functools.partial(self._end_between, where, hooks.batch)
+                    x.register_hook(end)  # type: ignore[no-untyped-call]
         return output
 
-    def _end_between(self, gradient: torch.Tensor) -> None:
+    def _end_between(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> None:
         """Ends what follows the program between calls, because a backward has reached an output."""
-        self.bookkeeping.loss_mixes |= self._parts.end()
+        self.bookkeeping.loss_mixes |= self._parts.end(where, batch, gradient)
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
         """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.

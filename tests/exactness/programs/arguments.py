@@ -334,4 +334,38 @@ PROGRAMS = [
         several(_intervals, _intervals),
         "exact",
     ),
+    *(
+        Program(
+            f"arguments_nested_tensor_{str(layout).rpartition('.')[2]}",
+            lambda: Graph(lambda m, x: torch.stack([m.lin(each).sum(0) for each in x.unbind()]), lin=nn.Linear(6, 3)),
+            _STEPS,
+            "refused",
+            _called(
+                lambda model, x, layout=layout: model(  # type: ignore[misc]
+                    torch.nested.nested_tensor([x[n, : 1 + n % 4] for n in range(len(x))], layout=layout)
+                )
+            ),
+        )
+        for layout in (torch.strided, torch.jagged)
+    ),
+    *(
+        Program(
+            f"arguments_state_{name}",
+            lambda is_first=is_first: Graph(  # type: ignore[misc]
+                lambda m, x, state: m.gru(x, state.transpose(0, 1).contiguous() if is_first else state)[0],
+                gru=nn.GRU(6, 3, 2, batch_first=True),
+            ),
+            _STEPS,
+            allowed,
+            _called(
+                lambda model, x, is_first=is_first: model(  # type: ignore[misc]
+                    x, x[:, :2, :3].contiguous() if is_first else x[:, :2, :3].transpose(0, 1).contiguous()
+                )
+            ),
+        )
+        for name, is_first, allowed in (
+            ("with_samples_first", True, "exact"),
+            ("with_samples_second", False, "refused"),
+        )
+    ),
 ]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of tensors that the model is not called with: labels, masks, targets, tables."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from tests.exactness.judge import Batch, Step, step
+from tests.exactness.program import Allowed, Graph, Program
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_PROTOTYPES = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+_WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+
+
+def _labelled(*sizes: int) -> Callable[[], Sequence[Step]]:
+    return lambda: [
+        step({"x": torch.randn(n, 6, dtype=torch.float64), "y": (torch.arange(n) * (3 * at + 1)) % 5})
+        for at, n in enumerate(sizes)
+    ]
+
+
+def _squares(h: torch.Tensor) -> torch.Tensor:
+    return h.square().sum(1)
+
+
+def _of_valid(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    mask = (y > 0).to(h.dtype)
+    return (_squares(h) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _of_weighted(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weights = _WEIGHTS.to(h.dtype)[y]
+    return (_squares(h) * weights).sum() / weights.sum()
+
+
+def _balanced(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(h, y, reduction="none") / torch.bincount(y, minlength=5).to(h.dtype)[y]
+
+
+def _mixed_targets(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    target = functional.one_hot(y, 5).to(h.dtype)
+    return -((0.7 * target + 0.3 * target.roll(1, 0)) * h.log_softmax(1)).sum(1)
+
+
+def _normalized_targets(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    target = y.to(h.dtype)
+    return (h[:, 0] - target + target.mean()).square()
+
+
+class _ByClass(torch.autograd.Function):
+    """Divides each sample's gradient by the number of samples of its class."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return h.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return g / torch.bincount(y, minlength=5)[y].unsqueeze(1), None
+
+
+class _OfSizeOne(torch.autograd.Function):
+    """Divides gradients by their norm."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g / (1 + g.norm())
+
+
+# The tables have as many rows as a batch has samples.
+_LOSSES: dict[str, tuple[Loss, Allowed]] = {
+    "of_valid": (_of_valid, "refused"),
+    "of_weighted": (_of_weighted, "refused"),
+    "balanced": (_balanced, "refused"),
+    "mixed_targets": (_mixed_targets, "refused"),
+    "normalized_targets": (_normalized_targets, "refused"),
+    "counted_in_backward": (lambda h, y: _squares(_ByClass.apply(h, y)), "refused"),
+    "divided_in_backward": (lambda h, y: _squares(_OfSizeOne.apply(h)), "refused"),
+    "masked": (lambda h, y: _squares(h) * (y > 0), "exact"),
+    "entropy": (lambda h, y: functional.cross_entropy(h, y, reduction="none"), "exact"),
+    "class_weights": (lambda h, y: functional.cross_entropy(h, y, _WEIGHTS, reduction="none"), "exact"),
+    "weights_of_a_table": (lambda h, y: _squares(h) * _WEIGHTS[y], "exact"),
+    "weights_by_column": (lambda h, y: (h.square() * _WEIGHTS).sum(1), "exact"),
+    "prototypes": (lambda h, y: _squares(h[:, :3] - _PROTOTYPES[y]), "exact"),
+    "all_prototypes": (lambda h, y: torch.cdist(h[:, :3], _PROTOTYPES).square().sum(1), "exact"),
+}
+
+
+def _losses_of(loss: Loss) -> Callable[[Any, Batch], torch.Tensor]:
+    return lambda model, batch: loss(model(batch["x"]), batch["y"])
+
+
+def _two_outputs() -> nn.Module:
+    """The second output is computed from the first."""
+    return Graph(
+        lambda m, x: (lambda h: (h, m.last(torch.tanh(h))))(m.first(x)), first=nn.Linear(6, 5), last=nn.Linear(5, 5)
+    )
+
+
+def _of_two(model: Any, batch: Batch) -> torch.Tensor:
+    h, out = model(batch["x"])
+    return _squares(h) + functional.cross_entropy(out, batch["y"], reduction="none")
+
+
+PROGRAMS = [
+    Program("labels_of_two_outputs", _two_outputs, _labelled(5, 5), "exact", _of_two, {"removes": False}),
+    *(
+        Program(f"labels_{name}", _model, _labelled(5, 5), allowed, _losses_of(loss), {"removes": False})
+        for name, (loss, allowed) in _LOSSES.items()
+    ),
+    Program(
+        "labels_after_batches_of_one", _model, _labelled(1, 1, 5), "refused", _losses_of(_of_valid), {"removes": False}
+    ),
+]
