@@ -159,6 +159,101 @@ def test_a_state_with_the_batch_second() -> None:
         module(torch.randn(6, 5, 3), torch.zeros(1, 6, 4)).sum().backward()
 
 
+class Faulty(nn.Module):
+    """Can be told to mix samples in its forward, or to keep a term of the loss beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(9, 6), nn.Linear(6, 4)
+        self.fault, self.beside = "", torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        self.beside = h.square().mean() if self.fault == "beside" else torch.zeros(())
+        out: torch.Tensor = self.last(h - h.mean(0) if self.fault == "forward" else h)
+        return out
+
+
+def _fed_back(out: torch.Tensor, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    mixed: torch.Tensor = module(x * out.mean().item())
+    return mixed
+
+
+class ProgramError(Exception):
+    """Of the program itself."""
+
+
+def _raise(out: torch.Tensor, *_: Any) -> torch.Tensor:
+    raise ProgramError
+
+
+_FAULTS: dict[str, Callable[..., torch.Tensor]] = {
+    "forward": lambda out, *_: out.sum(),
+    "beside": lambda out, module, x: out.sum() + module._module.beside,
+    "next call": lambda out, module, x: _fed_back(out, module, x).sum(),
+    "loss": lambda out, *_: out.square().sum().sqrt(),
+    "labels": lambda out, module, x: (out.square().sum(1) * LABELS).sum() / LABELS.sum(),
+    "backward": lambda out, module, x: out.sum() + module(x[:3]).sum(),
+    "norms": lambda out, *_: out.sum() * torch.inf,
+    "own": _raise,
+}
+LABELS = torch.tensor([0, 1, 1, 3, 0, 2])
+
+
+@pytest.mark.parametrize("clears_late", [False, True])
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_steps_after_a_refused_one(fault: str, clears_late: bool) -> None:
+    """They are exact, and the same fault is refused again."""
+    model = Faulty().double()
+    module = GradSampleModuleFlashClip(model, loss_reduction="sum")
+    optimizer = DPOptimizerFlashClip(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        module=module,
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+        loss_reduction="sum",
+    )
+    for _ in range(3):
+        x = torch.randn(6, 9, dtype=torch.float64)
+        before = parameters(module)
+        model.fault = fault
+        with pytest.raises((MemprofError, ProgramError)):
+            _faulty_step(fault, module, optimizer, x)
+        for name, kept in model.state_dict().items():  # as a program looks for what has changed
+            assert torch.equal(kept, before[name])
+            assert float(kept.sum()) < 1e3
+        model.fault = ""
+        if not clears_late:
+            optimizer.zero_grad()
+        loss = module(x).square().sum()
+        if clears_late:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert_same(found, clipped_sums(before, x), 1e-12)
+        optimizer.zero_grad()
+
+
+def _faulty_step(fault: str, module: Any, optimizer: Any, x: torch.Tensor) -> None:
+    _FAULTS[fault](module(x), module, x).backward()
+    optimizer.step()
+
+
+def clipped_sums(state: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The sums of each sample's gradient of the squared outputs, clipped to 1 by hand."""
+    model = Faulty().double()
+    model.load_state_dict(state)
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for sample in x.split(1):
+        gradients = torch.autograd.grad(model(sample).square().sum(), list(model.parameters()))
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for total, gradient in zip(sums.values(), gradients, strict=True):
+            total += gradient * (1 / (norm + 1e-6)).clamp(max=1)
+    return sums
+
+
 def test_a_batch_norm_that_is_switched_on_again() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].requires_grad_(False).eval()

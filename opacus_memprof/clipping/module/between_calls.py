@@ -31,14 +31,63 @@ from opacus_memprof.errors import MemprofError
 _OTHER_BYTES = 64 << 20
 """Limit on the copies of a call's tensors, for other samples."""
 _MOST_NUMBERS = 64
+_MOST_OF_A_MARK = 1 << 16
 _SAME_SUM = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The relative rounding of a loss; 3e-2 in low precision."""
 _OF_TABLES = ("index", "index_select", "embedding", "gather", "take")
 """Operations whose first argument has rows of its own where the second depends on the samples."""
 _OF_CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
 """Operations whose third argument is one weight for each class."""
+_OF_RANKS = ("c10d", "_c10d_functional")
+"""Namespaces of operations that all ranks call equally often, so that they cannot run again on one of them."""
 _SMALL = [10.0**-i for i in range(3, 13)]
 """What programs add before they divide."""
+
+
+class Tensors:
+    """Tensors that a program has from elsewhere, by their values, and by their places in memory while these live.
+
+    A tensor whose values change in its place is the program's own, such as an average of weights. A batch is a new one.
+    """
+
+    def __init__(self) -> None:
+        self._marks: set[Any] = set()
+        self._places: dict[Any, StorageWeakRef] = {}
+
+    def add_computed(self, x: torch.Tensor) -> None:
+        """Adds the memory of a tensor that an operation has returned."""
+        storage = x.untyped_storage()
+        self._places[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def add(self, x: torch.Tensor) -> None:
+        """Adds a tensor."""
+        self._marks.add(self._mark(x))
+        self._places[self._place(x)] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def update(self, other: "Tensors") -> None:
+        """Adds the tensors of another instance."""
+        self._marks |= other._marks
+        both = {**self._places, **other._places}
+        self._places = {place: known for place, known in both.items() if not known.expired()}  # type: ignore[no-untyped-call]
+
+    def has(self, x: torch.Tensor) -> bool:
+        """Returns whether a tensor is there, or was with other values."""
+        places = (self._places.get(place) for place in (self._place(x), x.untyped_storage()._cdata))
+        is_kept = any(known is not None and not known.expired() for known in places)  # type: ignore[no-untyped-call]
+        return is_kept or self._mark(x) in self._marks
+
+    @staticmethod
+    def _place(x: torch.Tensor) -> Any:
+        return x.untyped_storage()._cdata, x.storage_offset(), x.shape
+
+    @staticmethod
+    @torch.no_grad()
+    def _mark(x: torch.Tensor) -> Any:
+        """Returns what is the same for equal tensors, and hardly for others."""
+        numbers = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
+        numbers = numbers[:: 1 + len(numbers) // _MOST_OF_A_MARK]
+        places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=torch.float64)
+        return x.shape, x.dtype, float((numbers.double().nan_to_num() * places.sqrt()).sum())
 
 
 class OtherSamples(TorchDispatchMode):
@@ -49,22 +98,22 @@ class OtherSamples(TorchDispatchMode):
     change, it must change by the sum of what it changes by where each of them changes.
 
     Tensors that the program has from elsewhere, such as labels and masks, have samples if they have as many rows, and
-    are no constants: integers, or tensors of other values than in earlier steps.
+    are no constants: they have other values than in earlier steps or, in the first, are integers that repeat.
 
     Args:
         batch: the number of samples.
         size: the bytes of the call's tensors.
-        constants: marks of the tensors from elsewhere in earlier steps; None in the first step.
+        constants: the tensors from elsewhere in earlier steps; None in the first step.
+        found: gets those of this step.
     """
 
     supports_higher_order_operators = True
     _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
 
-    def __init__(self, batch: int, size: int, constants: set[Any] | None) -> None:
+    def __init__(self, batch: int, size: int, constants: Tensors | None, found: Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.batch, self.constants = batch, constants
+        self.batch, self.constants, self.found = batch, constants, found
         self.is_on = True
-        self.marks: set[Any] = set()
         self.kept = [torch.tensor(plan) for plan in halves(batch)[: max(2, _OTHER_BYTES // max(1, size))]]
         self.reads_numbers = False  # whether a number of the samples has become an argument or a condition
         self.weighs_unequally = False  # whether a mean gives some samples more weight, so that weights are shared
@@ -109,24 +158,34 @@ class OtherSamples(TorchDispatchMode):
         if storage._cdata not in self._shared:
             self._shared[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
+    def _is_shared(self, x: torch.Tensor) -> bool:
+        known = self._shared.get(x.untyped_storage()._cdata)
+        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+
     def _add_from_elsewhere(self, name: str, args: Any, leaves: Sequence[Any]) -> None:
         """Adds those arguments of an operation that have samples and that no call and no operation has returned."""
         table = args[0] if name in _OF_TABLES else args[2] if name in _OF_CLASSES and args[2] is not None else None
         for x in leaves:
             if type(x) is not torch.Tensor or not _has_rows(x) or self.depends(x) or x is table:
                 continue
-            known = self._shared.get(x.untyped_storage()._cdata)
-            if known is not None and not known.expired():  # type: ignore[no-untyped-call]
+            if self._is_shared(x):
                 continue
-            mark = x.shape, x.dtype, _mark(x)
-            self.marks.add(mark)
-            is_constant = mark in (self.constants or ()) or (self.constants is None and _is_floating(x))
+            self.found.add(x)
+            is_constant = self._is_of_columns(name, args, x, leaves) or (
+                _may_be_table(x) if self.constants is None else self.constants.has(x) or _is_regular(x)
+            )
             if is_constant or len(x) != self.batch or not x.is_contiguous():
                 self.share(x)
             else:
                 self.add(x, PLAIN, is_label=True)
         if table is not None and name in _OF_TABLES and not any(map(self.depends, tree_flatten(args[1:])[0])):
             self._add_from_elsewhere("", args, [table])
+
+    def _is_of_columns(self, name: str, args: Any, x: torch.Tensor, leaves: Sequence[Any]) -> bool:
+        """Returns whether an operation takes a tensor's elements for columns of the samples' rows."""
+        if name in self._ARITHMETIC:
+            return x.dim() == 1 and any(self.depends(each) and each.dim() > 1 for each in leaves)
+        return name == "index" and args[1][0] is None
 
     def leave(self) -> None:
         """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
@@ -219,8 +278,15 @@ class OtherSamples(TorchDispatchMode):
         if not any(map(self.depends, leaves)):
             output = func(*args, **kwargs)
             for x in tree_flatten(output)[0]:
-                if _has_storage(x):
+                if _has_storage(x) and not self._is_shared(x):
                     self.share(x)
+                    self.found.add_computed(x)
+            return output
+        if func.namespace in _OF_RANKS:
+            output = func(*args, **kwargs)
+            for x in tree_flatten(output)[0]:
+                if _has_storage(x):
+                    self._set(x, [None] * (len(self.kept) + 1))
             return output
         if name in _OF_CLASSES and args[3] == 1:
             self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
@@ -303,16 +369,15 @@ def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
 
 
-def _is_floating(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+def _may_be_table(x: torch.Tensor) -> bool:
+    """Returns whether a tensor may have rows of its own, instead of those of the samples, as far as one step tells."""
+    return x.is_floating_point() or x.is_complex() or len(torch.unique(x, dim=0)) == len(x)
 
 
-@torch.no_grad()
-def _mark(x: torch.Tensor) -> float:
-    """Returns a number that is the same for equal tensors of a shape, and hardly for others."""
-    numbers = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
-    places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=torch.float64)
-    return float((numbers.double().nan_to_num() * places.sqrt()).sum())
+def _is_regular(x: torch.Tensor) -> bool:
+    """Returns whether integers are numbers of the rows, as torch.arange returns them."""
+    is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return is_integer and 2 < x.numel() == len(x) and not bool(x.flatten().diff(n=2).any())
 
 
 class Parts:
@@ -329,20 +394,29 @@ class Parts:
         self._outputs: deque[tuple[Any, Arrangement, int]] = deque(maxlen=64)
         self._others: OtherSamples | None = None
         self._step = 1
-        self._constants: set[Any] | None = None
+        self._constants: Tensors | None = None
+        self._found: Tensors | None = None
         self._is_too_small = False  # whether all calls of this step had one sample, of which nothing can be seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_others": None, "_outputs": deque(maxlen=64)}
+        return {**vars(self), "_others": None, "_outputs": deque(maxlen=64), "_constants": None, "_found": None}
 
-    def clear(self) -> None:
-        """Forgets the outputs, after a step."""
+    def end_step(self) -> None:
+        """Forgets the calls of a step, all of which were checked, and remembers which tensors are constants."""
+        if self._found is not None:
+            self._constants = self._constants or Tensors()
+            self._constants.update(self._found)
+        step = self._step + (not self._is_too_small)
+        self.forget()
+        self._step = step
+
+    def forget(self) -> None:
+        """Forgets the calls of a step that is refused. Steps are checked as from the first one again."""
+        self._step = 1
         self._outputs.clear()
         self.pause()
-        if self._others is not None:
-            self._constants = (self._constants or set()) | self._others.marks
         self._others = None
-        self._step += not self._is_too_small
+        self._found = None
         self._is_too_small = False
 
     def pause(self) -> None:
@@ -398,8 +472,9 @@ class Parts:
         size = sum(x.untyped_storage().nbytes() for x, _ in known)
         if size > _OTHER_BYTES:
             return False
+        self._found = self._found or Tensors()
         if self._others is None or self._others.batch != batch:
-            self._others = OtherSamples(batch, size, self._constants)
+            self._others = OtherSamples(batch, size, self._constants, self._found)
         for x, where in known:
             self._others.add(x, where)
         for x, place in outputs:
@@ -445,6 +520,7 @@ class Parts:
                     self._refuse(call)
 
     def _refuse(self, call: Call) -> None:
+        self.forget()  # the program may go on with another batch, without zero_grad
         raise MemprofError(
             "samples are mixed between two calls of the model, or of parts of it, before the call of its "
             f"{type(call.entry).__name__}: compute each sample's input from its own outputs, in the same order and "

@@ -174,8 +174,21 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         Raises:
             MemprofError: a gradient did not come through the outputs.
         """
-        self._parts.clear()
-        self._explained.check(self.trained)
+        self._parts.end_step()
+        try:
+            self._explained.check(self.trained)
+        except MemprofError:
+            self.situations.known.clear()  # otherwise the same program's next step would not be compared
+            raise
+
+    def begin_step(self) -> None:
+        """Called when a step begins, whose operations are not the program's: ranks communicate there, for example."""
+        self._parts.pause()
+
+    def forget_calls(self) -> None:
+        """Forgets the calls since the last step, which is refused."""
+        self._parts.forget()
+        self._explained.clear()
 
     def take_random_states(self) -> dict[torch.Generator, torch.Tensor]:
         """Returns the states of torch's generators at the first forward since the last call of this method."""

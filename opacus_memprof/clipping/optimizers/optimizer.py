@@ -354,6 +354,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     def _pre_step(self) -> bool:
         refuse_capture()
+        self._module.begin_step()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
         left_part = self._parts.begin_step(self._module.layer_hooks.forward)
@@ -375,6 +376,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
                 self._module.certificate.refuse(error)
                 self._is_last_step_skipped = False
                 self.bookkeeping.refusal.raised = 0
+                self._module.forget_calls()
                 self.zero_grad()
             raise
         if skips:
@@ -425,6 +427,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if refused:
             self._parts.give_up(self._module.layer_hooks.forward, refused)  # each was announced as a part
             self._is_last_step_skipped = False
+            self._module.forget_calls()
             self._forget_sums()
 
     def _forget_sums(self) -> None:

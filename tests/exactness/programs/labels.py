@@ -9,12 +9,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from tests.exactness.judge import Batch, Step, step
+from tests.exactness.judge import Batch, Change, Step, step
 from tests.exactness.program import Allowed, Graph, Program
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _PROTOTYPES = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
 _WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.5, 3.0], dtype=torch.float64)
+_COUNTS = torch.tensor([10, 20, 50, 40, 30])
+_MOVING = torch.ones(5, 5, dtype=torch.float64)
 
 
 def _model() -> nn.Module:
@@ -23,8 +25,24 @@ def _model() -> nn.Module:
 
 def _labelled(*sizes: int) -> Callable[[], Sequence[Step]]:
     return lambda: [
-        step({"x": torch.randn(n, 6, dtype=torch.float64), "y": (torch.arange(n) * (3 * at + 1)) % 5})
+        step({"x": torch.randn(n, 6, dtype=torch.float64), "y": torch.arange(n).square() * (at + 1) % 5})
         for at, n in enumerate(sizes)
+    ]
+
+
+def _weighted() -> Sequence[Step]:
+    """Of floating-point weights, and a table that the program changes, each step has other ones."""
+
+    def moves(at: int) -> Change:
+        def change(model: Any, optimizer: Any) -> None:
+            _MOVING.copy_(torch.arange(1, 26).view(5, 5) / (at + 20))
+
+        return change
+
+    weights = torch.ones(5), torch.arange(5.0), 1 + torch.arange(5.0)
+    return [
+        step({"x": torch.randn(5, 6, dtype=torch.float64), "w": w.to(torch.float64)}, moves(at))
+        for at, w in enumerate(weights)
     ]
 
 
@@ -56,6 +74,16 @@ def _normalized_targets(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (h[:, 0] - target + target.mean()).square()
 
 
+def _by_row(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(len(h))
+    return -h.log_softmax(1)[rows, y]
+
+
+def _rows_before(model: Any, batch: Batch) -> torch.Tensor:
+    rows = torch.arange(len(batch["x"]))
+    return -torch.as_tensor(model(batch["x"])).log_softmax(1)[rows, batch["y"]]
+
+
 class _ByClass(torch.autograd.Function):
     """Divides each sample's gradient by the number of samples of its class."""
 
@@ -84,6 +112,13 @@ class _OfSizeOne(torch.autograd.Function):
         return g / (1 + g.norm())
 
 
+_OF_WEIGHTS: dict[str, tuple[Loss, Allowed]] = {
+    "weights": (lambda h, w: _squares(h) * w, "exact"),
+    "shared_weights": (lambda h, w: (_squares(h) * w).sum() / w.sum(), "refused"),
+    "moving_table": (lambda h, w: _squares(h @ _MOVING.to(h)) * w, "exact"),
+}
+
+
 # The tables have as many rows as a batch has samples.
 _LOSSES: dict[str, tuple[Loss, Allowed]] = {
     "of_valid": (_of_valid, "refused"),
@@ -99,6 +134,8 @@ _LOSSES: dict[str, tuple[Loss, Allowed]] = {
     "weights_of_a_table": (lambda h, y: _squares(h) * _WEIGHTS[y], "exact"),
     "weights_by_column": (lambda h, y: (h.square() * _WEIGHTS).sum(1), "exact"),
     "prototypes": (lambda h, y: _squares(h[:, :3] - _PROTOTYPES[y]), "exact"),
+    "rows_by_number": (_by_row, "exact"),
+    "counts_of_classes": (lambda h, y: functional.cross_entropy(h - _COUNTS.to(h).log(), y, reduction="none"), "exact"),
     "all_prototypes": (lambda h, y: torch.cdist(h[:, :3], _PROTOTYPES).square().sum(1), "exact"),
 }
 
@@ -124,6 +161,18 @@ PROGRAMS = [
     *(
         Program(f"labels_{name}", _model, _labelled(5, 5), allowed, _losses_of(loss), {"removes": False})
         for name, (loss, allowed) in _LOSSES.items()
+    ),
+    Program("labels_rows_before_the_call", _model, _labelled(5, 5, 4), "exact", _rows_before, {"removes": False}),
+    *(
+        Program(
+            f"labels_{name}",
+            _model,
+            _weighted,
+            allowed,
+            lambda model, batch, loss=loss: loss(model(batch["x"]), batch["w"]),  # type: ignore[misc]
+            {"removes": False, "reduction": "mean"},
+        )
+        for name, (loss, allowed) in _OF_WEIGHTS.items()
     ),
     Program(
         "labels_after_batches_of_one", _model, _labelled(1, 1, 5), "refused", _losses_of(_of_valid), {"removes": False}

@@ -66,7 +66,11 @@ def poisson(case: str, wrap: str, name: str, reduction: str = "mean", noise: flo
             model(batch["x"])
         model.train()
         optimizer.zero_grad()
-        loss(model(batch["x"]), batch["y"]).backward()
+        own = loss(model(batch["x"]), batch["y"])
+        logged = torch.full_like(own.detach(), dist.get_rank() + 1.0) + 0 * own.detach().nan_to_num()
+        dist.all_reduce(logged)  # once on each rank, whatever is computed again
+        assert logged.item() == sum(rank + 1 for rank in ranks)
+        own.backward()
         optimizer.step()
         hand.step(together([part(name, step, rank) for rank in ranks]))
     report(case, hand.difference(model), 1e-5 if "mixed" in wrap else 1e-10)
