@@ -217,7 +217,7 @@ class OtherSamples(TorchDispatchMode):
             return bool(self._numbers) and self._is_read("full", x)
         count = self.batch
         ways = {(d, tiled) for d in range(min(2, x.dim())) if x.shape[d] % count == 0 for tiled in (True, False)}
-        has_ways = bool(ways)
+        has_rows = any(d == 0 for d, _ in ways)
         of_all = torch.ones(len(x) if x.dim() else 1, dtype=torch.bool, device=x.device)
         for i, kept in enumerate(self.kept if x.numel() else ()):
             other = self.other(x, i)
@@ -228,9 +228,9 @@ class OtherSamples(TorchDispatchMode):
                 rows = kept.repeat(times) if tiled else kept.repeat_interleave(times)
                 if far_apart(Rows.of(x.transpose(0, d)), Rows.of(other.transpose(0, d)), rows):
                     ways.discard((d, tiled))
-            if not has_ways:
+            if not has_rows:
                 of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
-        return not ways and x.numel() > 0 and (has_ways or bool(of_all.any()))
+        return not ways and x.numel() > 0 and (has_rows or bool(of_all.any()))
 
     @torch.no_grad()
     def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:

@@ -79,6 +79,14 @@ def _by_row(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -h.log_softmax(1)[rows, y]
 
 
+def _looks_at_two(model: Any, batch: Batch) -> torch.Tensor:
+    """As many features as samples, or twice as many."""
+    h = model(batch["x"])
+    with torch.no_grad():
+        model(batch["x"][:2])
+    return _squares(h)
+
+
 def _rows_before(model: Any, batch: Batch) -> torch.Tensor:
     rows = torch.arange(len(batch["x"]))
     return -torch.as_tensor(model(batch["x"])).log_softmax(1)[rows, batch["y"]]
@@ -162,6 +170,7 @@ PROGRAMS = [
         Program(f"labels_{name}", _model, _labelled(5, 5), allowed, _losses_of(loss), {"removes": False})
         for name, (loss, allowed) in _LOSSES.items()
     ),
+    Program("labels_call_of_two_samples", _model, _labelled(3, 6), "exact", _looks_at_two, {"removes": False}),
     Program("labels_rows_before_the_call", _model, _labelled(5, 5, 4), "exact", _rows_before, {"removes": False}),
     *(
         Program(
