@@ -20,6 +20,7 @@ from opacus_memprof.clipping.kernels.norms import (
     squared_norms,
 )
 from opacus_memprof.clipping.layers import LAYERS, shared
+from opacus_memprof.clipping.layers.base import KeptTensors
 from opacus_memprof.clipping.layers.convolution import ConvolutionLayer
 from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer, TransposedLinearLayer
@@ -288,6 +289,41 @@ def test_uses_of_one_layer_that_cancel(dtype: torch.dtype) -> None:
     exact = ((g.double() + other.double()).mT @ x.double()).flatten(1).square().sum(1)
     assert exact.min() > 0
     assert_accurate(gradient.squared_norms(WORKSPACES[1]), exact)
+
+
+@pytest.mark.parametrize(("workspace", "products"), [(1 << 28, 1), (1 << 11, 2)])
+def test_uses_of_one_layer_are_added_up_together(
+    workspace: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent layer has one use for each step, and a product for each of them would take longer than its work."""
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+    layer = LinearLayer("", module)
+    gradient = SharedGradient(module.weight, layer)
+    # 256 bytes a token: half of the small workspace is room for four of them.
+    uses = [(torch.randn(2, tokens, 8).double(), torch.randn(2, tokens, 8).double()) for tokens in (1, 2, 1, 1)]
+    gradient.uses = [Use(layer, x, g) for x, g in uses]
+    gradient.squared_norms(WORKSPACES[1])
+    factors = torch.tensor([0.25, 3.0], dtype=torch.float64)
+    exact = sum(torch.einsum("n,ntr,ntc->rc", factors, g, x) for x, g in uses)
+    found, weight_sum = [], layer.weight_sum
+    monkeypatch.setattr(layer, "weight_sum", lambda *given: found.append(1) or weight_sum(*given))
+    total = gradient.clipped_sum(factors, Workspace(workspace))
+    torch.testing.assert_close(total, exact)
+    assert len(found) == products
+    assert not gradient.uses
+
+
+def test_a_write_to_an_earlier_use_is_seen() -> None:
+    """Also where a later use comes after it: the sums would be formed from what was written."""
+    module = nn.Linear(16, 16, bias=False)
+    layer = LinearLayer("", module)
+    gradient = SharedGradient(module.weight, layer)
+    first, second = (torch.randn(2, 1, 16) for _ in range(2))
+    for x in (first, second):
+        gradient.add(layer, KeptTensors(pair=(x, torch.randn(2, 1, 16))), WORKSPACES[1])
+        first += x is first  # after its own backward, and before the next one
+    assert gradient.version() != gradient.noted_version
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

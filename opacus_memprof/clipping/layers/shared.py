@@ -26,6 +26,8 @@ from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
+_MOST_BYTES = 1 << 20  # of uses whose clipped sums are formed by one product
+
 
 class Use(NamedTuple):
     """The input and the output gradient of one layer that used the parameter as its weight."""
@@ -36,6 +38,9 @@ class Use(NamedTuple):
 
     def numel(self) -> int:
         return self.x.numel() + self.g.numel()
+
+    def nbytes(self) -> int:
+        return self.numel() * self.g.element_size()
 
     def in_float64(self) -> Use:
         return Use(self.layer, self.x.double() if self.x.is_floating_point() else self.x, self.g.double())
@@ -55,7 +60,7 @@ class SharedGradient:
         name: the name of the layer that used it first in backward.
         uses: the pairs.
         stack: the sum of per-sample gradients that are not among the pairs, [B, *shape].
-        noted_version: the value of `version()` when the last use was added.
+        noted_version: the sum of the versions that the tensors had when they were added; see `version`.
         kept_norms: the squared norms, once they are known, and on CUDA the samples whose tokens cancel.
     """
 
@@ -65,8 +70,9 @@ class SharedGradient:
         self.uses: list[Use] = []
         self.stack: torch.Tensor | None = None
         self.kept_norms = KeptTensors()
-        self.noted_version = 0
         self._owns_stack = False
+        self._kept_numbers = 0  # in `uses`, which may be hundreds: one for each step of a recurrent layer
+        self._noted_uses = self._noted_stack = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors: (the profiler's category, tensor)."""
@@ -75,6 +81,10 @@ class SharedGradient:
         for use in self.uses:
             yield "activation_hooks", use.x
             yield "backprop_copies", use.g
+
+    @property
+    def noted_version(self) -> int:
+        return self._noted_uses + (0 if self.stack is None else self._noted_stack)
 
     def version(self) -> int:
         """Returns a number that grows when a program writes to one of the tensors."""
@@ -85,12 +95,15 @@ class SharedGradient:
         if self.parameter in kept.stacks:
             self._add_stack(kept.stacks[self.parameter])
         elif kept.pair is not None:
-            self.uses.append(Use(layer, *kept.pair))
-            if sum(use.numel() for use in self.uses) > len(kept.pair[0]) * self.parameter.numel():
+            new = Use(layer, *kept.pair)
+            self.uses.append(new)
+            self._kept_numbers += new.numel()
+            self._noted_uses += new.x._version + new.g._version
+            if self._kept_numbers > len(new.x) * self.parameter.numel():
                 while self.uses:
                     use = self.uses.pop()
                     self._add_stack(use.layer.weight_gradients(use.x, use.g, workspace))
-        self.noted_version = self.version()
+                self._kept_numbers = self._noted_uses = 0
 
     def _add_stack(self, stack: torch.Tensor) -> None:
         if self.stack is None:
@@ -99,6 +112,7 @@ class SharedGradient:
             self.stack += stack
         else:  # the first one may be a view of a gradient that autograd uses
             self.stack, self._owns_stack = self.stack.to(accumulation_dtype(stack.dtype)) + stack, True
+        self._noted_stack = self.stack._version
 
     def squared_norms(self, workspace: Workspace) -> torch.Tensor:
         """Returns the exact squared norms, [B]."""
@@ -173,12 +187,26 @@ class SharedGradient:
             total = sum_stack(self.stack, factors.to(self.stack.device), dtype, workspace)
             self.stack = None
         while self.uses:
-            use = self.uses.pop()
+            use = self._pop_merged(min(_MOST_BYTES, workspace.bytes // 2))
             split = split_factors(factors, self.kept_norms.lost)
             part = use.layer.weight_sum(use.x, use.g, split.rounded, workspace, split.lost)
             total = part if total is None else total + part
         assert total is not None
         return total.to(dtype)
+
+    def _pop_merged(self, most: int) -> Use:
+        """Removes the last use, and earlier ones that one product adds up with it, up to `most` bytes in all.
+
+        A product of few tokens, such as one step of a recurrent layer, takes less time than its call.
+        """
+        some = [self.uses.pop()]
+        left = most - some[0].nbytes()
+        while self.uses and all(type(use.layer) is LinearLayer for use in (some[0], self.uses[-1])):
+            left -= self.uses[-1].nbytes()
+            if left < 0 or self.uses[-1].g.dtype != some[0].g.dtype:
+                break
+            some.append(self.uses.pop())
+        return _merge(some)
 
 
 def _merge(uses: list[Use]) -> Use:
