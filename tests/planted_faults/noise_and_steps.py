@@ -288,8 +288,8 @@ FAULTS = [
     Fault(
         "forgotten_zero_grad_is_not_noticed",
         "optimizers/optimizer.py",
-        "            _check_processed_flag(total)",
-        "            pass",
+        "        _check_processed_flag([parameter.summed_grad for parameter in params])",
+        "        pass",
         "The noisy gradient of the last step is part of the next one.",
         integration("flash_clip_refusals::gradients_of_all_parameters_must_be_cleared"),
     ),

@@ -157,6 +157,8 @@ class LinearLayer(MatrixLayer):
         left, right = self.outer(x, g)
         if x.dim() == g.dim() == 3:
             return left.mT, right
+        if x.dim() == 2:
+            return left.unsqueeze(2), right.unsqueeze(1)
         batch, tokens = x.shape[0], x.shape[1:-1].numel()
         return left.reshape(batch, tokens, left.shape[-1]).mT, right.reshape(batch, tokens, right.shape[-1])
 

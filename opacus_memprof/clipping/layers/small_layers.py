@@ -96,7 +96,7 @@ def _norms_of_outer_products(pairs: list[tuple[torch.Tensor, ...]]) -> torch.Ten
     squares = squares.view(len(pairs), 2, -1)
     norms = squares.prod(1)
     # One factor may underflow or overflow although the product does neither.
-    least = least_product(squares.dtype) * max(x[0].numel() for pair in pairs for x in pair)
+    least = least_product(squares.dtype) * max(x.numel() // len(x) for pair in pairs for x in pair)
     in_range = ((squares >= least) & (squares < torch.inf)).all(1).all(1)
     for i in in_range.logical_not_().nonzero().flatten().tolist():
         norms[i] = product_squared_norms(*pairs[i])

@@ -22,7 +22,15 @@ from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs, device_of
-from opacus_memprof.clipping.proof.batches import GENTLE, VARIANTS, as_output, cotangents, has_samples, perturbed
+from opacus_memprof.clipping.proof.batches import (
+    GENTLE,
+    VARIANTS,
+    as_output,
+    cotangents,
+    has_samples,
+    leaves_of_call,
+    perturbed,
+)
 from opacus_memprof.clipping.proof.explanation import roots_of_backward
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
 from opacus_memprof.clipping.proof.summary import Rows, halves
@@ -459,7 +467,7 @@ class Parts:
         """
         while isinstance(mode := _get_current_dispatch_mode(), OtherSamples):
             mode.leave()  # of a model whose training has ended
-        given = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if _has_rows(leaf)]
+        given = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if _has_rows(leaf)]
         batch = len(given[0]) if given else 0
         known = [(x, where) for x, where in outputs if where is not None and _has_rows(x)]
         if call.is_off:

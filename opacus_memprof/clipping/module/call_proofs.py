@@ -17,7 +17,7 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model, refuse_context_parallel
 from opacus_memprof.clipping.module.calls import Call, batch_size
-from opacus_memprof.clipping.proof.batches import is_compiled, tensors_in
+from opacus_memprof.clipping.proof.batches import is_compiled, leaves_of_call, tensors_in, tensors_of_call
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
 from opacus_memprof.clipping.proof.joint_proofs import JointProofs
@@ -126,7 +126,7 @@ class CallProofs:
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
         call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
         is_new = call.key not in self.situations.known
-        given = tensors_in((call.args, call.kwargs))
+        given = tensors_of_call(call.args, call.kwargs)
         try:
             if self.joint is not None:
                 self._prove_on_all_ranks(call, self.joint, (signature, size_class(batch)), error)
@@ -137,7 +137,7 @@ class CallProofs:
             call.cannot_run = cause.__cause__ or cause
         finally:
             hooks.batch = batch
-        if [*map(id, given)] != [*map(id, tensors_in((call.args, call.kwargs)))]:
+        if [*map(id, given)] != [*map(id, tensors_of_call(call.args, call.kwargs))]:
             self.situations.known.pop(call.key, None)
             raise MemprofError(
                 f"{type(call.entry).__name__} writes tensors into an object among its arguments, such as a cache, "
@@ -251,7 +251,7 @@ class CallProofs:
 
     def _has_new_patterns(self, call: Call, situation: Situation, output: Any) -> bool:
         outputs = [x for x in tensors_in(output) if x.requires_grad]
-        inputs = [x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, torch.Tensor)]
+        inputs = [x for x in leaves_of_call(call.args, call.kwargs) if isinstance(x, torch.Tensor)]
         patterns = native.graph_patterns(outputs, inputs, self.hooks.batch)
         if situation.patterns.issuperset(patterns):
             return False

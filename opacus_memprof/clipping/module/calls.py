@@ -18,7 +18,7 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackwa
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
-from opacus_memprof.clipping.proof.batches import alias_leaves, tensors_in
+from opacus_memprof.clipping.proof.batches import alias_leaves, leaves_of_call, tensors_in
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.situations import Situation
@@ -216,7 +216,7 @@ def allocated_bytes() -> int:
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Returns the device of the first tensor among the model's inputs."""
-    tensors = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
@@ -258,7 +258,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     Raises:
         MemprofError: there is none, or a nested tensor, whose samples cannot be taken apart.
     """
-    leaves = tree_flatten((args, kwargs))[0]
+    leaves = leaves_of_call(args, kwargs)
     if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
         raise MemprofError(
             "the model is called with a nested tensor, whose samples flash_clip cannot replace one by one: pass a "

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.clipping.agreement import inner_model, let_reducer_run
@@ -47,7 +46,14 @@ from opacus_memprof.clipping.module.calls import (
     open_objects,
     wheres_by_shape,
 )
-from opacus_memprof.clipping.proof.batches import alias_cached_tensors, alias_leaves, tensors_in
+from opacus_memprof.clipping.proof.batches import (
+    alias_cached_tensors,
+    alias_leaves,
+    is_plain_call,
+    leaves_of,
+    tensors_in,
+    tensors_of_call,
+)
 from opacus_memprof.clipping.proof.certificate import Certificate
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.workspace import Workspace
@@ -297,7 +303,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None  # a checkpoint runs a part of the model again, in backward
         is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
         is_off = is_off or (module is not self.registry.model and has_parameters_alone(args, kwargs))
-        if not is_off:
+        if not (is_off or is_plain_call(args, kwargs)):
             open_objects((args, kwargs))
         self._call = Call(module, args, kwargs, is_off)
         self._parts.pause()
@@ -358,7 +364,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._proofs.begin_forward(call)
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
-        self.bookkeeping.note_samples(hooks.forward, tensors_in((call.args, call.kwargs)), hooks.batch)
+        self.bookkeeping.note_samples(hooks.forward, tensors_of_call(call.args, call.kwargs), hooks.batch)
         hooks.trace = []
         hooks.kept_bytes = 0
         if self.passes == "auto" and torch.cuda.is_available():
@@ -451,7 +457,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "tensors, or tuples, lists, dictionaries or data classes of them, that are not detached."
             )
         # A loss is not computed from tensors in other objects, such as a cache of keys and values.
-        leaves = {id(leaf) for leaf in tree_flatten(output)[0]}
+        leaves = {id(leaf) for leaf in leaves_of(output)}
         others = [(x, where) for x, where in outputs if id(x) not in leaves]
         output, outputs = self._two_passes(output, [(x, where) for x, where in outputs if id(x) in leaves])
         if hooks.for_compiled_autograd:

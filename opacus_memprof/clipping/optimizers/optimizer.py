@@ -277,9 +277,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         noisy: list[Any] = []
         totals: list[torch.Tensor] = []
         noiseless: list[torch.Tensor] = []
+        _check_processed_flag([parameter.summed_grad for parameter in params])
         for parameter in params:
             total = parameter.summed_grad
-            _check_processed_flag(total)
             if self._gets_noise(parameter):
                 noisy.append(parameter)
                 totals.append(total)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.forwards.state import is_own
+from opacus_memprof.clipping.proof.batches import is_plain_call
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
 
 _is_trained = attrgetter("requires_grad")
@@ -161,8 +162,11 @@ class Arguments:
             kwargs: its keyword arguments.
             batch: the number of samples.
         """
-        leaves, structure = tree_flatten((args, kwargs))
-        kind = str(structure)
+        leaves: list[Any] = list(args)
+        kind: Any = len(args)
+        if not is_plain_call(args, kwargs):
+            leaves, structure = tree_flatten((args, kwargs))
+            kind = str(structure)
         described = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
