@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Sequence
 
+from msgspec import UNSET
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -69,6 +70,7 @@ def print_profile(view: ProfileView, console: Console) -> None:
         console.print(tr("No memory was allocated on a device that was profiled."))
     for name, device in view.devices.items():
         _print_device(name, device, console)
+    _print_unknown_reads(profile, console)
     print_findings(profile.findings, console)
     print_warnings(profile.warnings, console)
 
@@ -260,6 +262,18 @@ def print_unattributed(parts: Sequence[Part], console: Console) -> None:
     for part in parts:
         size = formatted(part.bytes)
         table.add_row(escape(shorten_name(part.name, 48)), size, part.share, style="dim" if part.is_rest else None)
+    console.print()
+    console.print(table)
+
+
+def _print_unknown_reads(profile: Profile, console: Console) -> None:
+    """Prints what the program read of values that the virtual GPU had not computed, most often read first."""
+    if profile.virtual is UNSET or not (reads := profile.virtual.unknown_reads):
+        return
+    table = table_of(tr("read, but not computed"), (tr("reads"),), (tr("operation"),))
+    for use in sorted(reads, key=lambda use: -use.count):
+        line = escape(shorten_name(use.line.rpartition("/")[2], 48)) or tr("(no known line)")
+        table.add_row(line, str(use.count), escape(use.operation))
     console.print()
     console.print(table)
 

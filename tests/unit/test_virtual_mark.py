@@ -23,7 +23,7 @@ from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.language import in_language, tr_sentence
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.profiles.profile import EstimatedWorkspaces, Profile, VirtualGpus, virtual_mark
+from opacus_memprof.profiles.profile import EstimatedWorkspaces, Profile, UnknownUse, VirtualGpus, virtual_mark
 from opacus_memprof.reports.diff import diff_markdown, print_tax
 from opacus_memprof.reports.export import FORMATS
 from opacus_memprof.reports.oom import exception_note
@@ -192,3 +192,14 @@ def test_the_note_of_an_exception() -> None:
         build_report([failure], TrainingShapes(), virtual=VirtualGpus(**H200)), "path"
     )
     assert "virtual" not in exception_note(build_report([failure], TrainingShapes()), "path")
+
+
+def test_what_was_read_but_not_computed_is_in_the_report(killed: Path) -> None:
+    profile = load_profile(killed)
+    reads = [UnknownUse("aten::item", "", 1), UnknownUse("aten::copy_", "/home/me/train.py:12", 30)]
+    virtual = VirtualGpus(**H200, unknown_reads=reads)
+    text = printed(print_profile, view_profile(replace(profile, virtual=virtual)))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    begin = lines.index("read, but not computed reads operation")
+    assert lines[begin + 1 : begin + 3] == ["train.py:12 30 aten::copy_", "(no known line) 1 aten::item"]
+    assert "read, but not computed" not in printed(print_profile, view_profile(profile))
