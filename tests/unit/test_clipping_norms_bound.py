@@ -291,29 +291,6 @@ def test_uses_of_one_layer_that_cancel(dtype: torch.dtype) -> None:
     assert_accurate(gradient.squared_norms(WORKSPACES[1]), exact)
 
 
-@pytest.mark.parametrize(("workspace", "products"), [(1 << 28, 1), (1 << 11, 2)])
-def test_uses_of_one_layer_are_added_up_together(
-    workspace: int, products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A recurrent layer has one use for each step, and a product for each of them would take longer than its work."""
-    torch.manual_seed(0)
-    module = nn.Linear(8, 8, bias=False, dtype=torch.float64)
-    layer = LinearLayer("", module)
-    gradient = SharedGradient(module.weight, layer)
-    # 256 bytes a token: half of the small workspace is room for four of them.
-    uses = [(torch.randn(2, tokens, 8).double(), torch.randn(2, tokens, 8).double()) for tokens in (1, 2, 1, 1)]
-    gradient.uses = [Use(layer, x, g) for x, g in uses]
-    gradient.squared_norms(WORKSPACES[1])
-    factors = torch.tensor([0.25, 3.0], dtype=torch.float64)
-    exact = sum(torch.einsum("n,ntr,ntc->rc", factors, g, x) for x, g in uses)
-    found, weight_sum = [], layer.weight_sum
-    monkeypatch.setattr(layer, "weight_sum", lambda *given: found.append(1) or weight_sum(*given))
-    total = gradient.clipped_sum(factors, Workspace(workspace))
-    torch.testing.assert_close(total, exact)
-    assert len(found) == products
-    assert not gradient.uses
-
-
 def test_a_write_to_an_earlier_use_is_seen() -> None:
     """Also where a later use comes after it: the sums would be formed from what was written."""
     module = nn.Linear(16, 16, bias=False)

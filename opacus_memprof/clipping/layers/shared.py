@@ -26,8 +26,6 @@ from opacus_memprof.clipping.layers.embedding import EmbeddingLayer
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices, sum_dtype
 
-_MOST_BYTES = 1 << 20  # of uses whose clipped sums are formed by one product
-
 
 class Use(NamedTuple):
     """The input and the output gradient of one layer that used the parameter as its weight."""
@@ -38,9 +36,6 @@ class Use(NamedTuple):
 
     def numel(self) -> int:
         return self.x.numel() + self.g.numel()
-
-    def nbytes(self) -> int:
-        return self.numel() * self.g.element_size()
 
     def in_float64(self) -> Use:
         return Use(self.layer, self.x.double() if self.x.is_floating_point() else self.x, self.g.double())
@@ -187,26 +182,12 @@ class SharedGradient:
             total = sum_stack(self.stack, factors.to(self.stack.device), dtype, workspace)
             self.stack = None
         while self.uses:
-            use = self._pop_merged(min(_MOST_BYTES, workspace.bytes // 2))
+            use = self.uses.pop()
             split = split_factors(factors, self.kept_norms.lost)
             part = use.layer.weight_sum(use.x, use.g, split.rounded, workspace, split.lost)
             total = part if total is None else total + part
         assert total is not None
         return total.to(dtype)
-
-    def _pop_merged(self, most: int) -> Use:
-        """Removes the last use, and earlier ones that one product adds up with it, up to `most` bytes in all.
-
-        A product of few tokens, such as one step of a recurrent layer, takes less time than its call.
-        """
-        some = [self.uses.pop()]
-        left = most - some[0].nbytes()
-        while self.uses and all(type(use.layer) is LinearLayer for use in (some[0], self.uses[-1])):
-            left -= self.uses[-1].nbytes()
-            if left < 0 or self.uses[-1].g.dtype != some[0].g.dtype:
-                break
-            some.append(self.uses.pop())
-        return _merge(some)
 
 
 def _merge(uses: list[Use]) -> Use:
