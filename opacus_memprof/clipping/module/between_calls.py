@@ -33,7 +33,7 @@ from opacus_memprof.clipping.proof.batches import (
 )
 from opacus_memprof.clipping.proof.explanation import roots_of_backward
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
-from opacus_memprof.clipping.proof.summary import Rows, halves
+from opacus_memprof.clipping.proof.summary import Rows, halves, release
 from opacus_memprof.errors import MemprofError
 
 _OTHER_BYTES = 64 << 20
@@ -205,6 +205,7 @@ class OtherSamples(TorchDispatchMode):
         """Frees the tensors, after the backward that has ended the mode's work."""
         self._others.clear()
         self._shared.clear()
+        release()
 
     @torch.no_grad()
     def mixes_gradients(self, gradient: torch.Tensor, where: Arrangement) -> bool:
@@ -282,8 +283,6 @@ class OtherSamples(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         name = func._schema.name.split("::")[1]
         self.reads_numbers |= bool(self._numbers) and any(self._is_read(name, leaf) for leaf in leaves)
-        if not self._has_any():  # and if no call comes, the mode stays: it must not hold or allocate anything
-            return func(*args, **kwargs)
         self._add_from_elsewhere(name, args, leaves)
         if not any(map(self.depends, leaves)):
             output = func(*args, **kwargs)
@@ -353,13 +352,6 @@ class OtherSamples(TorchDispatchMode):
     def _storages(self, x: torch.Tensor) -> None:
         if not self.depends(x):
             self._set(x, [x.untyped_storage().clone() for _ in range(len(self.kept) + 1)])  # type: ignore[no-untyped-call]
-
-    def _has_any(self) -> bool:
-        """Returns whether a tensor that depends on the samples is alive; frees what it would be for others if not."""
-        if not all(each.expired() for each, _ in self._others.values()):  # type: ignore[no-untyped-call]
-            return True
-        self.free()
-        return False
 
     def _set(self, x: torch.Tensor, storages: list[torch.UntypedStorage | None]) -> None:
         self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
@@ -439,6 +431,7 @@ class Parts:
     def pause(self) -> None:
         """Stops to follow what the program computes, because it calls the model."""
         if self._others is not None:
+            release()
             self._others.leave()
             if not self._others.is_on:
                 self._others = None
