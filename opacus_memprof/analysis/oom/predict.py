@@ -180,23 +180,23 @@ class Case:
         """
         if phase not in _PHASE_ORDER:
             return sizes
-        is_late = phase == "forward" and self.step is not None and self.step.clears_late
-        if is_late and gradients == "early":
-            kept = 0 if self.step is None or not self.step.keeps_gradients else self.step.trained
+        late = self.step if phase == "forward" and self.step is not None and self.step.clears_late else None
+        if late is not None and gradients == "early":
+            kept = late.trained if late.keeps_gradients else 0
             sizes |= {"per_sample_gradients": 0, "summed_gradients": 0, "gradients": kept}
         if self.step is not None and not self.history.step_peaks:
             sizes = _with_states(sizes, self.step.states)
             if self.step.keeps_gradients and gradients == "kept":
                 sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
-            if is_late and gradients != "early":
-                left = self.step.left_in_forward(n or self.step.samples)
+            if late is not None and gradients != "early":
+                left = late.left_in_forward(n or late.samples)
                 sizes |= {name: max(size, sizes.get(name, 0)) for name, size in left.items()}
         else:  # states can have been made after the instant, as a generator's after the discriminator's first step
             groups = [group for group in self.failure.block_groups if group.category == "optimizer_states"]
             sizes = _with_states(sizes, sum(group.bytes for group in groups))
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
-        if is_late:
+        if late is not None:
             return sizes
         if gradients == "dropped" and phase in _PHASE_ORDER[:4]:
             sizes.pop("gradients", None)

@@ -28,6 +28,7 @@ from opacus_memprof.clipping.proof.batches import (
     as_output,
     cotangents,
     has_samples,
+    leaves_of,
     leaves_of_call,
     perturbed,
 )
@@ -286,14 +287,14 @@ class OtherSamples(TorchDispatchMode):
         self._add_from_elsewhere(name, args, leaves)
         if not any(map(self.depends, leaves)):
             output = func(*args, **kwargs)
-            for x in tree_flatten(output)[0]:
+            for x in leaves_of(output):
                 if _has_storage(x) and not self._is_shared(x):
                     self.share(x)
                     self.found.add_computed(x)
             return output
         if func.namespace in _OF_RANKS:
             output = func(*args, **kwargs)
-            for x in tree_flatten(output)[0]:
+            for x in leaves_of(output):
                 if _has_storage(x):
                     self._set(x, [None] * (len(self.kept) + 1))
             return output
@@ -313,9 +314,9 @@ class OtherSamples(TorchDispatchMode):
                 self.reads_numbers |= isinstance(output, bool)
                 self._numbers = [*self._numbers[1 - _MOST_NUMBERS :], output]
             return output
-        for place, x in enumerate(tree_flatten(output)[0]):
+        for place, x in enumerate(leaves_of(output)):
             if isinstance(x, torch.Tensor) and not self.depends(x):
-                found = [None if each is None else tree_flatten(each)[0][place] for each in others]
+                found = [None if each is None else leaves_of(each)[place] for each in others]
                 self._set(x, [y.untyped_storage() if y is not None and _is_like(x, y) else None for y in found])
         return output
 
@@ -504,7 +505,7 @@ class Parts:
             MemprofError: it does.
         """
         others = self._others
-        leaves = tree_flatten((call.args, call.kwargs))[0] if others is not None else []
+        leaves = leaves_of_call(call.args, call.kwargs) if others is not None else []
         if others is not None and (others.reads_numbers or any(map(others.mixes, leaves))):
             self._refuse(call)
 
@@ -515,7 +516,7 @@ class Parts:
             MemprofError: an input depends on outputs of other samples.
         """
         known = [(edge, where) for edge, where, size in self._outputs if size == batch]
-        leaves = [leaf for leaf in tree_flatten((call.args, call.kwargs))[0] if has_samples(leaf, batch)]
+        leaves = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if has_samples(leaf, batch)]
         inputs = [leaf for leaf in leaves if leaf.grad_fn is not None]
         for plan in halves(batch) if known and inputs else ():
             kept = torch.tensor(plan, dtype=torch.float64)

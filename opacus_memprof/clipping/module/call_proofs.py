@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
@@ -368,5 +367,5 @@ class CallProofs:
 
 def _versions(call: Call) -> list[int]:
     """Returns how often each tensor in the call's arguments was written to."""
-    leaves = tree_flatten((call.args, call.kwargs))[0]
+    leaves = leaves_of_call(call.args, call.kwargs)
     return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]

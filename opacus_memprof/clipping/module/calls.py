@@ -280,7 +280,7 @@ def has_parameters_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def advice_for_states(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
     """Returns how to pass a state whose second dimension is the batch, as those of recurrent layers; or nothing."""
-    leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor)]
     shape = next((tuple(x.shape) for x in leaves if x.dim() > 2 and len(x) != batch and x.shape[1] == batch), None)
     if shape is None:
         return ""
