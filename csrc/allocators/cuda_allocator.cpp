@@ -75,6 +75,9 @@ class ProfiledCudaAllocator final : public ProfiledAllocator {
     cca::allocator.store(&ours);
     c10::SetAllocator(c10::DeviceType::CUDA, &ours);
     seed();
+    // A thread may have looked up torch's allocator before, and have allocated from it during the
+    // search. The search takes longer than that call had left.
+    seed();
   }
 
   void uninstall() override {
