@@ -19,11 +19,10 @@ import typer
 from rich.console import Console
 
 from opacus_memprof.cli.options import DeviceName, Token, VirtualGpuKind, VirtualGpuOptions, VirtualMemory, hide_token
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.experiments.configuration import Dtype
 from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.files import write_text, writing
-from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.profile import Profile
 from opacus_memprof.virtual_gpu.devices import find_gpu
 

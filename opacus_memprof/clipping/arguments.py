@@ -175,6 +175,24 @@ def refuse_closures(optimizer: Optimizer) -> None:
         raise MemprofError("SparseAdam needs sparse gradients, and noise makes them dense: use Adam.")
 
 
+def check_same_reduction(of_optimizer: str, of_module: str) -> None:
+    """Raises MemprofError unless the optimizer has the same loss_reduction as its module, which computes norms."""
+    if of_optimizer != of_module:
+        raise MemprofError(
+            f"the optimizer has loss_reduction={of_optimizer!r} and its module {of_module!r}: pass the same to both."
+        )
+
+
+def check_expected_size(size: Any) -> None:
+    """Raises MemprofError unless an expected batch size, by which a mean loss is divided, is positive and finite."""
+    if not is_bound(size):
+        raise MemprofError(
+            f"the optimizer's expected_batch_size is {size!r}, and the gradients of a mean loss are divided by it: set "
+            "optimizer.expected_batch_size to the number of samples that a batch has on average. (Opacus rounds that "
+            "number down, for some loaders of one sample to 0.)"
+        )
+
+
 def is_bound(value: Any) -> bool:
     """Returns whether `value` is a finite positive number."""
     number = _as_number(value)
@@ -287,3 +305,35 @@ class ClipRule:
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
         """Returns the clip factors, [B], for the gradients of the parameter at `index` in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
+
+
+def check_trained(names: Mapping[Any, str], held: Sequence[Any], rule: ClipRule) -> None:
+    """Checks that an optimizer holds just the parameters that the model trains.
+
+    Args:
+        names: the trained parameters of the model's last forward, with their names.
+        held: the trained parameters that the optimizer holds.
+        rule: how gradients are clipped.
+
+    Raises:
+        MemprofError: they are not the same, or not as many as the bounds of the rule.
+    """
+    in_optimizer = set(held)
+    missing = [name for parameter, name in names.items() if parameter not in in_optimizer]
+    if missing:
+        raise MemprofError(
+            f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
+            "requires_grad_(False), or give them to the optimizer."
+        )
+    if len(held) > len(names):
+        raise MemprofError(
+            f"the optimizer holds {len(held) - len(names)} trained parameters that were not trained in the last "
+            "forward of the model, or are not the model's: change what is trained before a forward, and give the "
+            "optimizer parameters of this model alone."
+        )
+    if rule.by_parameter and len(rule.bounds) != len(held):
+        raise MemprofError(
+            f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(held)} parameters that are "
+            "trained; clipping='per_layer' needs one for each: give as many bounds, and do not freeze or unfreeze "
+            "parameters later."
+        )

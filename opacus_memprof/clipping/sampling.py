@@ -99,8 +99,8 @@ class DrawnBatches:
         return found
 
 
-def find_unexpected_size(samples: int, expected: float, drawn: DrawnBatches | None) -> str:
-    """Returns what is wrong with the number of samples of steps, or "".
+def unexpected_size(samples: int, expected: float, drawn: DrawnBatches | None) -> str:
+    """Returns a warning if steps have another number of samples than expected, or "".
 
     More samples than expected are allowed where Poisson sampling explains them.
 
@@ -110,13 +110,19 @@ def find_unexpected_size(samples: int, expected: float, drawn: DrawnBatches | No
         drawn: the batches that the loader has drawn, if their sizes are noted.
     """
     if expected and samples > expected + 10 * math.sqrt(expected) + 10:
-        return f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
-    if drawn is not None and drawn.mostly_mismatch():
-        return (
+        what = f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
+    elif drawn is not None and drawn.mostly_mismatch():
+        what = (
             f"{drawn.mismatches} of {drawn.steps} steps have clipped another number of samples than the loader had "
             f"drawn, the last {samples}"
         )
-    return ""
+    else:
+        return ""
+    return (
+        f"{what}: the accountant's epsilon does not hold for it. Train on each batch of the loader that make_private "
+        "returns, as it is. If the first dimension of the model's inputs is not the batch, make it so: positions have "
+        "counted as samples."
+    )
 
 
 class AnnouncedParts:

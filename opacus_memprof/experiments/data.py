@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.experiments.configuration import CLASSES, Configuration
 from opacus_memprof.integrations.hub import short_message
-from opacus_memprof.profiles.optional import require
 
 SNLI = "stanfordnlp/snli"
 

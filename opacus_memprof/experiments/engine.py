@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from opacus_memprof.analysis.diff import peak_tax
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.experiments import process
 from opacus_memprof.experiments.configuration import Cell, Configuration, Device
 from opacus_memprof.experiments.directory import Preset, ResultsDirectory
@@ -31,7 +31,6 @@ from opacus_memprof.jobs.progress import ProgressBoard
 from opacus_memprof.language import tr
 from opacus_memprof.profiles.difference import Tax
 from opacus_memprof.profiles.experiment_result import ExperimentResult
-from opacus_memprof.profiles.optional import require
 
 JOBS = "jobs"  # submitit's files, in the directory of the results
 

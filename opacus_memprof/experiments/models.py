@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.experiments.configuration import BUILT_IN, CLASSES, SIZES, Configuration, shape_of
 from opacus_memprof.integrations.hub import load_pretrained, with_adapters
-from opacus_memprof.profiles.optional import require
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

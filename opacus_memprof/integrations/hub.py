@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.optional import require
+from opacus_memprof.errors import MemprofError, require
 
 _TIMEOUT_S = 10
 _unreachable = False  # whether this process has found the hub unreachable

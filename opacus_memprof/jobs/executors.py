@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opacus_memprof.errors import MemprofError
-from opacus_memprof.profiles.optional import require
+from opacus_memprof.errors import MemprofError, require
 
 _ATTEMPTS = 3
 _FINAL = {"KilledWorker"}  # Dask has run the call again itself, as often as its `allowed-failures` says

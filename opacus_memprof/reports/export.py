@@ -8,11 +8,10 @@ from pathlib import Path
 
 from opacus_memprof.analysis.job_view import JobView
 from opacus_memprof.analysis.profile_view import ProfileView
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.profiles.directory import EVENTS, META, OOM_REPORTS, PROFILE, RANKS, REPORT, SNAPSHOTS
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.profiles.optional import require
 from opacus_memprof.reports.html.report_page import write_html
 from opacus_memprof.reports.memory_viz import write_memory_viz
 from opacus_memprof.reports.oom import build_oom_page
@@ -30,7 +29,7 @@ class Format:
     Attributes:
         suffixes: file name suffixes; the first is the default.
         write: writes a view to a path, and returns the files if there are others than that path.
-        needs: arguments for profiles.optional.require: a module that only this format needs, and the features that need
+        needs: arguments for errors.require: a module that only this format needs, and the features that need
             it.
     """
 

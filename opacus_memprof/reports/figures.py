@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.errors import require
 from opacus_memprof.language import current_language, tr, tr_sentence
 from opacus_memprof.profiles.categories import CATEGORIES, stack_order
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.units import MEGABYTE_NOTE, format_bytes, in_megabytes, shorten_name
 
 if TYPE_CHECKING:

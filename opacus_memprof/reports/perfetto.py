@@ -9,9 +9,9 @@ import numpy as np
 
 from opacus_memprof.analysis.events import ALLOC, FREE, OOM, PHASE, ROW, STEP, Events, Rows
 from opacus_memprof.analysis.profile_view import ProfileView
+from opacus_memprof.errors import require
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.files import replacing
-from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.profile import Timeline
 from opacus_memprof.profiles.units import format_bytes
 

@@ -12,9 +12,9 @@ from msgspec import UNSET
 
 from opacus_memprof.analysis.events import ALLOC, FREE, GAP, KINDS, SEED, SNAPSHOT, STEP, Events, Rows, encode_names
 from opacus_memprof.analysis.profile_view import DeviceView, Part, ProfileView
+from opacus_memprof.errors import require
 from opacus_memprof.profiles.files import replacing, write_text
 from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.profiles.optional import require
 from opacus_memprof.profiles.profile import Device, EventGap
 
 COLUMNS = ("device", "table", "name", "step", "phase", "category", "bytes")

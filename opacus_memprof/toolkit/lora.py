@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from opacus_memprof.errors import MemprofError
+from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.integrations.hub import load_pretrained, with_adapters
-from opacus_memprof.profiles.optional import require
 
 TINY = "tiny"
 _PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

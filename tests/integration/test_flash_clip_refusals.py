@@ -529,7 +529,7 @@ def test_noise_that_repeats_is_refused_before_it_is_added(
     for _ in range(2):
         step(11)
     optimizer.noise_multiplier = 0.5
-    monkeypatch.setattr("opacus_memprof.clipping.optimizers.optimizer._MOST_STATES", 2)
+    monkeypatch.setattr("opacus_memprof.clipping.kernels.sums._MOST_STATES", 2)
     for seed in (20, 21, 22, 20):  # the first one is forgotten by then
         step(seed)
     with pytest.raises(MemprofError, match="those of an earlier step"):

@@ -10,8 +10,8 @@ _REGISTER = "register_flash_clip"
 FAULTS = [
     Fault(
         "reductions_may_differ",
-        "optimizers/optimizer.py",
-        "if loss_reduction != module.loss_reduction:",
+        "arguments.py",
+        "if of_optimizer != of_module:",
         "if False:",
         "Norms of a summed loss are multiplied by the batch size.",
         integration("flash_clip_refusals::module_and_optimizer_have_the_same_reduction"),

@@ -9,17 +9,17 @@ _REFUSALS = "flash_clip_refusals"
 FAULTS = [
     Fault(
         "noise_of_the_latest_step_alone",
-        "optimizers/optimizer.py",
-        "        self._noised_from |= dict.fromkeys(states)\n",
-        "        self._noised_from = dict.fromkeys(states)\n",
+        "kernels/sums.py",
+        "        self._states |= dict.fromkeys(states)\n",
+        "        self._states = dict.fromkeys(states)\n",
         "Noise may be that of the step before the last.",
         integration(f"{_REFUSALS}::noise_that_repeats_is_refused_before_it_is_added"),
     ),
     Fault(
         "noise_of_the_newest_steps_is_forgotten",
-        "optimizers/optimizer.py",
-        "next(iter(self._noised_from))",
-        "next(reversed(self._noised_from))",
+        "kernels/sums.py",
+        "next(iter(self._states))",
+        "next(reversed(self._states))",
         "In a long training the noise of a step may be that of the one before.",
         integration(f"{_REFUSALS}::noise_that_repeats_is_refused_before_it_is_added"),
     ),

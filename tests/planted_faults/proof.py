@@ -184,7 +184,7 @@ FAULTS = [
     ),
     Fault(
         "kept_samples_change",
-        "proof/prover.py",
+        "proof/program.py",
         "new = perturbed(leaves, self.program.batch, kept, kind, seed)",
         "new = perturbed(leaves, self.program.batch, ~kept, kind, seed)",
         "The compared samples are the ones that change.",
@@ -232,7 +232,7 @@ FAULTS = [
     ),
     Fault(
         "proof_moves_random_numbers",
-        "proof/prover.py",
+        "proof/program.py",
         "with program.random.restored(), restoring_state(program.module) as state, torch.enable_grad():",
         "with restoring_state(program.module) as state, torch.enable_grad():",
         "The forwards of a proof draw the training's random numbers.",
@@ -240,7 +240,7 @@ FAULTS = [
     ),
     Fault(
         "proof_changes_the_state",
-        "proof/prover.py",
+        "proof/program.py",
         "restoring_state(program.module) as state",
         "restoring_state(nn.Module()) as state",
         "The forwards of a proof change buffers and attributes of the model.",
@@ -465,7 +465,7 @@ FAULTS = [
     ),
     Fault(
         "written_parameters_are_accepted",
-        "proof/probe.py",
+        "proof/model_state.py",
         "if argument.alias_info is not None and argument.alias_info.is_write:",
         "if argument.alias_info is None and argument.alias_info:",
         "A forward changes a weight by its data.",

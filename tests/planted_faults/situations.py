@@ -286,8 +286,8 @@ FAULTS = [
     ),
     Fault(
         "any_divisor",
-        "optimizers/optimizer.py",
-        'if self.loss_reduction == "mean" and not is_bound(self.expected_batch_size):',
+        "arguments.py",
+        "if not is_bound(size):",
         "if False:",
         "Gradients are divided by 0, or by a number that is not one.",
         programs("middle_expecting_0", "middle_expecting_nan"),

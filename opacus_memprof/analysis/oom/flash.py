@@ -6,7 +6,8 @@ positions), G its groups, K the positions of its kernel. A weight of p x d eleme
 convolution has c = G d / K input channels, so its unfolded input has s n c K T = s n G d T bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from opacus_memprof.analysis.oom.layers import NORMS, Layer
 from opacus_memprof.clipping import cost
@@ -280,3 +281,48 @@ class FlashClip:
             if any(span // stride + 1 == outputs for stride in range(1, inputs + 1)):
                 return int((inputs + 2 * padding) ** dimensions)
         return size
+
+
+def with_repeated_forward(layer: Layer, layers: Sequence[Layer]) -> Layer:
+    """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it contains other layers.
+
+    The inner layers then do not save their inputs, because their weights need no gradients.
+    """
+    inside = [each for each in layers if each.name.startswith(f"{layer.name}." if layer.name else "")]
+    inside = [each for each in inside if each is not layer]
+    if not inside:
+        return layer
+    inputs = sum(min(each.forward.input_bytes, each.activations) for each in inside if each.module.rows)
+    passed = max(each.passed_gradients(each.forward.samples, False) for each in inside)
+    kept = sum(each.activations for each in inside) - inputs + layer.activations
+    return replace(layer, repeated_forward=max(kept, 0) + passed)
+
+
+def first_formed(cell: Sequence[tuple[Layer, FlashClip]], n: int, samples: int) -> dict[str, int]:
+    """Returns the parts of the instant in which the pairs of a recurrent cell first become per-sample gradients.
+
+    The layers of a cell get there at the same call, one after the other, and the last one adds the gradients of two
+    calls in a third tensor, beside the gradients of the outputs.
+
+    Args:
+        cell: the layers of the cell, in forward order.
+        n: the number of samples.
+        samples: the number of samples that the layers' activations are for.
+
+    Returns:
+        Bytes by name of the part, or nothing if the pairs are not formed in the middle of the cell's backward.
+        `activations` are tensors that the calls before have released.
+    """
+    formed = [clip.first_formed(n) for _, clip in cell]
+    if not all(calls for calls, _ in formed):
+        return {}
+    last, (calls, most) = cell[-1][0], max(formed, key=lambda each: each[1])
+    released = sum(layer.activations for layer, _ in cell) * calls // last.forward.calls
+    return {
+        "activations": released * n // max(samples, 1),
+        "per_sample_gradients": sum(size for _, size in formed),
+        "temp_matrices": 2 * most,
+        "backprop_copies": last.scale(last.forward.output_bytes, n) * calls // last.forward.calls,
+        # The gradient of the cell's outputs, which are its next calls' inputs, is live until the first call's.
+        "backward_temporaries": last.passed_gradients(n, False) + last.scale(last.forward.input_bytes, n),
+    }

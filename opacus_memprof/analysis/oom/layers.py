@@ -202,6 +202,30 @@ class Layer:
         return wide * n * self.module.weight if self.forward.element_bytes < wide else 0
 
 
+def cell_of(layer: Layer, layers: Sequence[Layer]) -> set[str]:
+    """Returns the layers whose per-sample gradients are live when the layer's backward begins.
+
+    These are the layers of the same recurrent cell, whose calls alternate and add to the same gradients, or the
+    layer that a tied weight counts for.
+    """
+    if layer.module.tied_to:
+        return {layer.module.tied_to}
+    if not layer.is_repeated:
+        return set()
+    parent = layer.name.rpartition(".")[0]
+    return {each.name for each in layers if each.is_repeated and each.name.rpartition(".")[0] == parent}
+
+
+def adds_outputs(layer: Layer, layers: Sequence[Layer]) -> bool:
+    """Returns whether the gradient of the layer's output is also that of another layer in a recurrent cell.
+
+    This is so if the cell adds both outputs. A GRU, with three rows for each hidden feature, does not add all of them.
+    """
+    cell = sorted(cell_of(layer, layers))
+    inside = [each for each in layers if each.name in cell]
+    return layer.name in cell[1:] and all(each.module.rows != 3 * each.module.columns for each in inside)
+
+
 def as_sampled(layers: Sequence[Layer]) -> list[Layer]:
     """Returns the layers; layers that Opacus samples together become one, at the position of the first of them.
 

@@ -9,8 +9,8 @@ update).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opacus_memprof.analysis.oom.flash import FlashClip
-from opacus_memprof.analysis.oom.layers import Layer, as_sampled
+from opacus_memprof.analysis.oom.flash import FlashClip, first_formed, with_repeated_forward
+from opacus_memprof.analysis.oom.layers import Layer, adds_outputs, as_sampled, cell_of
 from opacus_memprof.clipping.cost import draws_in_place
 
 PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
@@ -197,7 +197,7 @@ class Step:
         for layer in [*reversed(self.layers)] * self.passes:  # the latest pass has its backward first
             copies = self.copies_samples and layer.name not in begun
             if private:
-                begun |= self._cell(layer)
+                begun |= cell_of(layer, self.layers)
                 per_sample_gradients = self._samples_of(begun, n)
             if not self.drops_gradients:
                 gradients = min(gradients + layer.module.bytes, self.trained)
@@ -223,19 +223,6 @@ class Step:
             yield self._backward_before(layer, n, after)
             live -= self._scale(layer.activations, n) // self.passes
 
-    def _cell(self, layer: Layer) -> set[str]:
-        """Returns the layers whose per-sample gradients are live when the layer's backward begins.
-
-        These are the layers of the same recurrent cell, whose calls alternate and add to the same gradients, or the
-        layer that a tied weight counts for.
-        """
-        if layer.module.tied_to:
-            return {layer.module.tied_to}
-        if not layer.is_repeated:
-            return set()
-        parent = layer.name.rpartition(".")[0]
-        return {each.name for each in self.layers if each.is_repeated and each.name.rpartition(".")[0] == parent}
-
     def _released_before(self, layer: Layer, n: int) -> int:
         """Returns the bytes of a layer's activations that are free in its backward.
 
@@ -250,18 +237,6 @@ class Step:
 
     def _sampler(self, layer: Layer, n: int, copies: bool) -> int:
         return layer.sampler(n, copies=copies, workspace=self._product_workspace(layer))
-
-    def _adds_outputs(self, layer: Layer) -> bool:
-        """Returns whether the gradient of the layer's output is also that of another layer in a recurrent cell.
-
-        This is so if the cell adds both outputs. A GRU, with three rows for each hidden feature, does not add all of
-        them.
-        """
-        if self.passes > 1:
-            return False
-        cell = sorted(self._cell(layer))
-        layers = [each for each in self.layers if each.name in cell]
-        return layer.name in cell[1:] and all(each.module.rows != 3 * each.module.columns for each in layers)
 
     def _samples_of(self, names: set[str], n: int) -> int:
         return sum(layer.per_sample_gradients(n) for layer in self.layers if layer.name in names)
@@ -313,7 +288,7 @@ class Step:
                 if self.mode == "ghost"
                 else self._sampler(layer, n, self.copies_samples)
             )
-            norms += self._samples_of(self._cell(layer), n)
+            norms += self._samples_of(cell_of(layer, self.layers), n)
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
             if not self.forms_squares:
                 norms = FlashClip(layer, in_registers=self.on_gpu).norm_temporaries(n, keep=False)
@@ -344,7 +319,9 @@ class Step:
         yield self._loss_backward(n, 0)
         live = self._activations(n) + self._scale(self.inputs, n)
         calls = [replace(layer, forward=layer.forward.repeated(self.passes)) for layer in self.layers]
-        layers = [(layer, FlashClip(self._repeating(layer), in_registers=self.on_gpu)) for layer in calls]
+        layers = [
+            (layer, FlashClip(with_repeated_forward(layer, self.layers), in_registers=self.on_gpu)) for layer in calls
+        ]
         kept = counted_twice = 0
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
@@ -354,8 +331,10 @@ class Step:
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
-            if first := self._first_formed(layer, dict(layers), n):
-                yield replace(first, parts={**parts, **first.parts, "activations": live - first.parts["activations"]})
+            names = cell_of(layer, self.layers)
+            cell = [each for each in layers if each[0].name in names]
+            if cell and layer is cell[-1][0] and (first := first_formed(cell, n, self.samples)):
+                yield Instant("backward", layer.name, {**parts, **first, "activations": live - first["activations"]})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
             workspace = self._product_workspace(clip.layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
@@ -383,51 +362,13 @@ class Step:
             kept -= self._kept(layer, clip, n)
             summed += 0 if accumulates else layer.sum_bytes
 
-    def _first_formed(self, layer: Layer, clips: Mapping[Layer, FlashClip], n: int) -> Instant | None:
-        """Returns the instant in which the pairs of a recurrent cell first become per-sample gradients.
-
-        Only for the last layer of the cell, and if this happens in the middle of its backward. `activations` are
-        tensors that the calls before have released. The layers of a cell get there at the same call, one after the
-        other, and the last one adds the gradients of two calls in a third tensor, beside the gradients of the outputs.
-        """
-        cell = [each for each in clips if each.name in self._cell(layer)]
-        formed = [clips[each].first_formed(n) for each in cell]
-        if not cell or layer is not cell[-1] or not all(calls for calls, _ in formed):
-            return None
-        calls, most = max(formed, key=lambda each: each[1])
-        return Instant(
-            "backward",
-            layer.name,
-            {
-                "activations": self._scale(sum(each.activations for each in cell) * calls // layer.forward.calls, n),
-                "per_sample_gradients": sum(size for _, size in formed),
-                "temp_matrices": 2 * most,
-                "backprop_copies": layer.scale(layer.forward.output_bytes, n) * calls // layer.forward.calls,
-                # The gradient of the cell's outputs, which are its next calls' inputs, is live until the first call's.
-                "backward_temporaries": layer.passed_gradients(n, False) + layer.scale(layer.forward.input_bytes, n),
-            },
-        )
-
-    def _repeating(self, layer: Layer) -> Layer:
-        """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it contains others.
-
-        The inner layers then do not save their inputs, because their weights need no gradients.
-        """
-        inside = [each for each in self.layers if each.name.startswith(f"{layer.name}." if layer.name else "")]
-        inside = [each for each in inside if each is not layer]
-        if not inside:
-            return layer
-        inputs = sum(min(each.forward.input_bytes, each.activations) for each in inside if each.module.rows)
-        passed = max(each.passed_gradients(each.forward.samples, False) for each in inside)
-        kept = sum(each.activations for each in inside) - inputs + layer.activations
-        return replace(layer, repeated_forward=max(kept, 0) + passed)
-
     def _summed(self) -> int:
         """Returns the bytes of all clipped sums."""
         return sum(layer.sum_bytes for layer in self.layers) if self.mode == "flash_clip" else self.trained
 
     def _kept(self, layer: Layer, clip: FlashClip, n: int) -> int:
-        outputs = layer.scale(layer.forward.output_bytes, n) if self._adds_outputs(layer) else 0
+        is_added = self.passes == 1 and adds_outputs(layer, self.layers)
+        outputs = layer.scale(layer.forward.output_bytes, n) if is_added else 0
         return clip.kept_bytes(n) - outputs * clip.kept_calls(n) // layer.forward.calls
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:

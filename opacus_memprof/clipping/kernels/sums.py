@@ -20,6 +20,7 @@ from opacus_memprof.clipping.kernels.native import draw_normal
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.kernels.norms import has_kernels, matrix, norms_of_sums
 from opacus_memprof.clipping.workspace import Workspace, batches, is_low_precision, slices, sum_dtype
+from opacus_memprof.errors import MemprofError
 
 
 def sum_stack(stack: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
@@ -302,6 +303,7 @@ def draw_and_add(
 
 
 _SEED_BYTES = 8  # at the beginning of a generator's state
+_MOST_STATES = 1 << 17  # of generators that are remembered, 100 bytes each
 
 
 def _hash(state: torch.Tensor) -> int:
@@ -333,6 +335,33 @@ class GeneratorStates:
         """Sets the generators to these states."""
         for generator, state in self._states.items():
             generator.set_state(state)
+
+
+class EarlierNoise:
+    """The states from which generators have drawn the noise of a training's steps."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[torch.Generator, int], None] = {}
+
+    def refusal(self, states: set[tuple[torch.Generator, int]]) -> MemprofError | None:
+        """Returns why noise from these states is refused: it is that of an earlier step. None if it is not.
+
+        Args:
+            states: what `GeneratorStates.hashes` returns.
+        """
+        if not states & self._states.keys():
+            return None
+        return MemprofError(
+            "the random numbers of this step would be those of an earlier step, so that the difference of both steps "
+            "shows gradients without noise: do not call torch.manual_seed with a seed that an earlier step had, in the "
+            "model or in the training loop, or give make_private a noise_generator."
+        )
+
+    def add(self, states: set[tuple[torch.Generator, int]]) -> None:
+        """Adds the states of a step, and drops the oldest ones if there are too many."""
+        self._states |= dict.fromkeys(states)
+        while len(self._states) > _MOST_STATES:
+            del self._states[next(iter(self._states))]
 
 
 def default_generator(device: torch.device) -> torch.Generator:

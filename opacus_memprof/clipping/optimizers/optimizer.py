@@ -13,32 +13,21 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_memprof.clipping.arguments import is_bound, refuse_closures
+from opacus_memprof.clipping.arguments import (
+    check_expected_size,
+    check_same_reduction,
+    check_trained,
+    is_bound,
+    refuse_closures,
+)
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
-from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, find_unexpected_size
+from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, unexpected_size
 from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
 
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
-
-_MOST_STATES = 1 << 17  # of generators that are remembered, 100 bytes each
-
-_REPEATED_NOISE = (
-    "the random numbers of this step would be those of an earlier step, so that the difference of both steps shows "
-    "gradients without noise: do not call torch.manual_seed with a seed that an earlier step had, in the model or in "
-    "the training loop, or give make_private a noise_generator."
-)
-
-
-def _refuse_other_reduction(loss_reduction: str, module: FlashClipHooks) -> None:
-    """Raises MemprofError unless the module, which computes norms, has the same reduction."""
-    if loss_reduction != module.loss_reduction:
-        raise MemprofError(
-            f"the optimizer has loss_reduction={loss_reduction!r} and its module {module.loss_reduction!r}: pass "
-            "the same to both."
-        )
 
 
 class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
@@ -80,7 +69,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     def __init__(
         self, optimizer: Optimizer, *, module: FlashClipHooks, max_grad_norm: float | list[float], **kwargs: Any
     ) -> None:
-        _refuse_other_reduction(kwargs.get("loss_reduction", "mean"), module)
+        check_same_reduction(kwargs.get("loss_reduction", "mean"), module.loss_reduction)
         refuse_closures(optimizer)
         self.bookkeeping = module.bookkeeping
         rule = module.bookkeeping.rule
@@ -91,7 +80,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._sum_check: SumCheck | None = None
         self._largest_sum: float | None = None
         self._has_warned = False
-        self._noised_from: dict[tuple[torch.Generator, int], None] = {}  # states of generators in earlier steps
+        self._earlier_noise = sums.EarlierNoise()
         self._parts = AnnouncedParts(self._step_skip_queue)
         module.certificate.describe_clipping(
             rule.clipping, rule.bounds, self.max_grad_norm, self.noise_multiplier, self.loss_reduction
@@ -147,26 +136,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         names, params = self._module.trained, self.params
         if names is self._names and len(params) == len(names):
             return
-        held = set(params)
-        missing = [name for parameter, name in names.items() if parameter not in held]
-        if missing:
-            raise MemprofError(
-                f"{', '.join(missing)} can be trained but the optimizer does not hold them; freeze them with "
-                "requires_grad_(False), or give them to the optimizer."
-            )
-        if len(params) > len(names):
-            raise MemprofError(
-                f"the optimizer holds {len(params) - len(names)} trained parameters that were not trained in the last "
-                "forward of the model, or are not the model's: change what is trained before a forward, and give the "
-                "optimizer parameters of this model alone."
-            )
-        rule = self.bookkeeping.rule
-        if rule.by_parameter and len(rule.bounds) != len(params):
-            raise MemprofError(
-                f"max_grad_norm has {len(rule.bounds)} bounds, but the optimizer has {len(params)} parameters "
-                "that are trained; clipping='per_layer' needs one for each: give as many bounds, and do not freeze or "
-                "unfreeze parameters later."
-            )
+        check_trained(names, params, self.bookkeeping.rule)
         gone: dict[Any, str] = {each: name for each, name in self._names.items() if each not in names}
         lost = [name for each, name in gone.items() if each.summed_grad is not None]
         for each in gone:
@@ -367,8 +337,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         draws = not skips and self.noise_multiplier > 0 and any(map(self._gets_noise, self.params))
         states = generators.hashes(begun_with) if draws else set()
         try:
-            if states & self._noised_from.keys():
-                self.bookkeeping.refusal.add(MemprofError(_REPEATED_NOISE))
+            if (repeated := self._earlier_noise.refusal(states)) is not None:
+                self.bookkeeping.refusal.add(repeated)
             self._prepare_step(skips)
         except BaseException as error:
             generators.restore()
@@ -382,9 +352,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if skips:
             self._is_last_step_skipped = True
             return False
-        self._noised_from |= dict.fromkeys(states)
-        while len(self._noised_from) > _MOST_STATES:
-            del self._noised_from[next(iter(self._noised_from))]
+        self._earlier_noise.add(states)
         self._module.certificate.count_step(
             self.noise_bound(), self.noise_multiplier, self._largest_sum, self.dropped_samples_in_all_steps
         )
@@ -482,12 +450,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         Raises:
             MemprofError: the expected number of samples, by which a mean loss is divided, is not positive and finite.
         """
-        if self.loss_reduction == "mean" and not is_bound(self.expected_batch_size):
-            raise MemprofError(
-                f"the optimizer's expected_batch_size is {self.expected_batch_size!r}, and the gradients of a mean "
-                "loss are divided by it: set optimizer.expected_batch_size to the number of samples that a batch has "
-                "on average. (Opacus rounds that number down, for some loaders of one sample to 0.)"
-            )
+        if self.loss_reduction == "mean":
+            check_expected_size(self.expected_batch_size)
         own = [each.batch_size for each in self.bookkeeping.backward_passes()]
         samples = self.bookkeeping.limit.samples + sum(own)
         size = self.expected_batch_size
@@ -496,13 +460,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             self.drawn.use(samples)
         if self._has_warned:
             return
-        if what := find_unexpected_size(samples, expected, self.drawn):
-            warnings.warn(
-                f"{what}: the accountant's epsilon does not hold for it. Train on each batch of the loader that "
-                "make_private returns, as it is. If the first dimension of the model's inputs is not the batch, make "
-                "it so: positions have counted as samples.",
-                stacklevel=5,
-            )
+        if warning := unexpected_size(samples, expected, self.drawn):
+            warnings.warn(warning, stacklevel=5)
             self._has_warned = True
 
     def _check_norms(self) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.proof.batches import is_plain_call
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
+from opacus_memprof.errors import MemprofError
 
 _is_trained = attrgetter("requires_grad")
 _is_training = attrgetter("training")
@@ -184,6 +186,46 @@ class Arguments:
         known = self._values.setdefault(place, set())
         known.add(leaf)
         return type(leaf) if len(known) > MOST_VALUES else leaf
+
+
+class WriteGuard(TorchDispatchMode):
+    """Refuses operations that write to parameters, before they do.
+
+    Args:
+        model: the model whose parameters are meant.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not _sets_to_itself(func, args):
+            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._refuse_parameters(given.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _refuse_parameters(self, written: Any) -> None:
+        for x in tree_leaves(written):
+            if isinstance(x, torch.Tensor) and (name := self._names.get(x.untyped_storage()._cdata)) is not None:
+                raise MemprofError(
+                    f"the model's forward writes to its parameter {name}, whose value then depends on data that was "
+                    "neither clipped nor noised. Let the optimizer alone change it, or use torch.no_grad() after "
+                    "optimizer.step()."
+                )
+
+
+def _sets_to_itself(func: Any, args: Any) -> bool:
+    """Returns whether a tensor is set to the memory that it has, as torch does for each parametrization."""
+    if func is not torch.ops.aten.set_.source_Tensor:
+        return False
+    x, source = args
+    return bool(x.is_set_to(source)) and x.dtype == source.dtype
 
 
 def size_class(batch: int) -> int:

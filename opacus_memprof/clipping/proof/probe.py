@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
 from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement
@@ -24,6 +22,7 @@ from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_sta
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, refuse_repetition
 from opacus_memprof.clipping.proof.batches import HIGHEST, LOWEST, MIDDLE, FixedDraws
+from opacus_memprof.clipping.proof.model_state import WriteGuard
 from opacus_memprof.clipping.proof.sample_forwards import (
     SAMPLES,
     SIZE,
@@ -113,7 +112,7 @@ class Probe(SampleForwards):
         """Returns the outputs of the first samples after the model has run on all samples of the probe."""
         # A model may need its samples in order, such as sorted by length.
         in_order = ((0, 1, 2), (0, self.batch + 1, 2), (0, 1, 2, 3), (0, 1))
-        guard = _WriteGuard(self.model) if self.refuses_writes else nullcontext()
+        guard = WriteGuard(self.model) if self.refuses_writes else nullcontext()
         for self.samples in (SAMPLES, in_order):
             try:
                 with guard:
@@ -374,46 +373,6 @@ class Probe(SampleForwards):
             if broken:
                 found.append(layer)
         return found or list(shared)
-
-
-class _WriteGuard(TorchDispatchMode):
-    """Refuses operations that write to parameters, before they do.
-
-    Args:
-        model: the model whose parameters are meant.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not _sets_to_itself(func, args):
-            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._refuse_parameters(given.get(argument.name))
-        return func(*args, **kwargs)
-
-    def _refuse_parameters(self, written: Any) -> None:
-        for x in tree_leaves(written):
-            if isinstance(x, torch.Tensor) and (name := self._names.get(x.untyped_storage()._cdata)) is not None:
-                raise MemprofError(
-                    f"the model's forward writes to its parameter {name}, whose value then depends on data that was "
-                    "neither clipped nor noised. Let the optimizer alone change it, or use torch.no_grad() after "
-                    "optimizer.step()."
-                )
-
-
-def _sets_to_itself(func: Any, args: Any) -> bool:
-    """Returns whether a tensor is set to the memory that it has, as torch does for each parametrization."""
-    if func is not torch.ops.aten.set_.source_Tensor:
-        return False
-    x, source = args
-    return bool(x.is_set_to(source)) and x.dtype == source.dtype
 
 
 def _fits(where: Arrangement, x: TensorSummary, y: TensorSummary, others: list[TensorSummary]) -> bool:

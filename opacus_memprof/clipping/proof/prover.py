@@ -10,23 +10,15 @@ gradients must equal autograd's gradients of the weighted outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.repetition import close
-from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
-from opacus_memprof.clipping.kernels.native import graph_patterns
-from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.proof.batches import (
-    GENTLE,
     HIGHEST,
     LARGE,
     LOWEST,
@@ -34,86 +26,28 @@ from opacus_memprof.clipping.proof.batches import (
     SMALL,
     VARIANTS,
     FixedDraws,
-    cached_tensors,
     cotangents,
     has_samples,
-    perturbed,
-    tensors_in,
 )
 from opacus_memprof.clipping.proof.by_hand import GradientSums, add_gradients, without_cudnn, without_tf32, wrong_sums
+from opacus_memprof.clipping.proof.program import Program, ProgramRuns, saved_buffers
 from opacus_memprof.clipping.proof.recorder import (
     Doubt,
-    ManyRecorder,
     MixingError,
     RowRecorder,
     Run,
     SumRecorder,
     agree,
 )
-from opacus_memprof.clipping.proof.summary import Rows, halves
+from opacus_memprof.clipping.proof.summary import halves
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
 
 _FEW = 16
 """Batches of up to so many samples are tested with twice as many kinds of other values."""
 
-_Recorded = TypeVar("_Recorded")
 
-
-@dataclass
-class Program:
-    """The program that is proved.
-
-    Attributes:
-        module: the module that is called.
-        run: calls it, with the hooks of layers.
-        hooks: the hooks of the layers.
-        args, kwargs: its arguments.
-        batch: the number of samples.
-        drawn: the number of samples for which gradients of outputs are drawn; larger than `batch` for a part of a
-            batch.
-        random: the initial state of the random number generators.
-        wheres: the position of samples in the output's tensors.
-        trained: names of the trained parameters.
-        leaves_caches_out: whether tensors in caches of keys and values get no gradients, as a loss that uses them is
-            refused.
-        computed_in: the coarsest dtype in which the module computes; None if that is the tensors' own.
-        places: for a part of a batch, which of its samples it has, in order; None for the first.
-    """
-
-    module: nn.Module
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    hooks: LayerHooks
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    batch: int
-    drawn: int
-    random: RandomState
-    wheres: list[Arrangement | None]
-    trained: dict[nn.Parameter, str]
-    leaves_caches_out: bool = False
-    computed_in: torch.dtype | None = None
-    places: list[int] | None = None
-
-    def leaves(self) -> tuple[list[Any], Any]:
-        """Returns the arguments, flattened, and their structure."""
-        return tree_flatten((self.args, self.kwargs))
-
-
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers that a checkpoint of the module has, with their names."""
-    for path, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
-
-
-def _copied(leaf: Any) -> Any:
-    """Returns a leaf of the arguments for one forward, which may write to it."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-class Prover:
+class Prover(ProgramRuns):
     """Proves for one batch that flash_clip clips a program exactly; see the top of this file.
 
     Args:
@@ -122,14 +56,9 @@ class Prover:
     """
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
-        self.program, self.workspace = program, workspace
-        self.trace: list[Layer | None] = []
-        self.patterns: list[int] = []
+        super().__init__(program, workspace)
         self.is_finite = True
         self.draws = False
-        self._given: list[Any] = []  # the arguments of the last forward
-        self._tensors: list[torch.Tensor] = []  # its outputs that have gradients, those in caches included
-        self.changes_state = False  # whether a forward has changed the module's buffers or attributes
 
     # --- mixing ---
     def mixing(self, runs_jointly: bool = False) -> list[Doubt]:
@@ -146,7 +75,7 @@ class Prover:
             MixingError: an output depends on other samples.
             OutOfMemoryError: as PyTorch raises it.
         """
-        if not self._on_cuda():
+        if not self.program.is_on_cuda():
             return self._mixing(runs_jointly)
         if runs_jointly:
             with without_cudnn():
@@ -173,22 +102,19 @@ class Prover:
         finally:
             self.trace, self.patterns = trace, patterns
 
-    def _on_cuda(self) -> bool:
-        return any(parameter.is_cuda for parameter in self.program.trained)
-
     def _mixing(self, runs_jointly: bool) -> list[Doubt]:
         """Does the same as `mixing` with the kernels that PyTorch chooses."""
         batch = self.program.batch
         leaves, structure = self.program.leaves()
         whole = torch.ones(batch, dtype=torch.bool)
-        bases = {True: self._backward(leaves, structure, whole, True)}
+        bases = {True: self.backward(leaves, structure, whole, True)}
         self.trace, self.patterns, self.draws = bases[True].trace, bases[True].patterns, bases[True].draws
         # With gradients at outputs that have samples only, half of the time, no sample may get a gradient of another
         # sample.
         if bases[True].outputs and bases[True].has_shared:
-            bases[False] = self._backward(leaves, structure, whole, False)
+            bases[False] = self.backward(leaves, structure, whole, False)
         for shared, base in bases.items() if runs_jointly else ():
-            base.measure_rounding(partial(self._backward, leaves, structure, whole, shared))
+            base.measure_rounding(partial(self.backward, leaves, structure, whole, shared))
         plans = [(plan, (i + i // 4) % VARIANTS) for i, plan in enumerate(halves(batch) * (2 if batch <= _FEW else 1))]
         for n in {0, batch - 1}:
             plans += [([i == n for i in range(batch)], SMALL), ([i != n for i in range(batch)], LARGE)]
@@ -197,8 +123,8 @@ class Prover:
             if batch > 1 and bool(kept.all()):
                 continue
             shared = len(bases) == 1 or (i // 2) % 2 == 0
-            other = self._changed(self._backward, leaves, structure, kept, variant, i, shared)
-            again = partial(self._backward, leaves, structure, whole, shared)
+            other = self.changed(self.backward, leaves, structure, kept, variant, i, shared)
+            again = partial(self.backward, leaves, structure, whole, shared)
             doubts = bases[shared].compare(other, kept, not (shared and other.has_shared), again)
             if doubts:
                 return doubts
@@ -215,7 +141,7 @@ class Prover:
         """
         if not self._is_mixing(digit):
             return False
-        if not self._on_cuda():
+        if not self.program.is_on_cuda():
             return True
         with without_cudnn(), without_tf32():  # see `mixing`
             return self._is_mixing(digit)
@@ -227,13 +153,13 @@ class Prover:
         wheres = self.program.wheres
         shared = digit % 2 == 0 or None not in wheres or not any(wheres)
         whole = torch.ones(self.program.batch, dtype=torch.bool)
-        base = self._record(leaves, structure, whole, shared)
+        base = self.record(leaves, structure, whole, shared)
         for i in (first, first + 1):
             kept = torch.tensor(plans[i])
-            other = self._changed(self._record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
+            other = self.changed(self.record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
             no_leak = not (shared and None in wheres)
             if not agree(base, other, kept, no_leak):
-                again = self._record(leaves, structure, whole, shared)
+                again = self.record(leaves, structure, whole, shared)
                 if not agree(base, other, kept, no_leak, again):
                     return True
         return False
@@ -253,16 +179,16 @@ class Prover:
 
         def after(first: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> list[tuple[str, torch.Tensor]]:
             module = self.program.module
-            with self._running(RowRecorder(self.workspace)):
-                self._outputs(first, structure)
+            with self.running(RowRecorder(self.workspace)):
+                self.outputs(first, structure)
                 buffers = [(f"buffer {name}", x.detach().clone()) for name, x in saved_buffers(module)]
                 self.program.random.restore()
-                outputs, _ = self._outputs(leaves, structure)
+                outputs, _ = self.outputs(leaves, structure)
                 return buffers + [("", x.detach()) for x in outputs]
 
         kept = torch.zeros(self.program.batch, dtype=torch.bool)
         own = after(leaves, structure, kept, True)
-        other = self._changed(after, leaves, structure, kept, 0, 0, True)
+        other = self.changed(after, leaves, structure, kept, 0, 0, True)
         for (name, a), (_, b) in zip(own, other, strict=True):
             if a.shape == b.shape and close(b, a):
                 continue
@@ -319,14 +245,14 @@ class Prover:
         some = [leaf[places] if has_samples(leaf, batch) else leaf for leaf in leaves]
         part = Prover(replace(self.program, batch=len(places), places=places), self.workspace)
         if share is None:
-            other = part._backward(some, structure, kept, base.with_shared)
+            other = part.backward(some, structure, kept, base.with_shared)
             return base.at(places).differences(other, kept, no_leak=False, may_jump=True)
         of_whole, of_part = FixedDraws(share), FixedDraws(share)
         try:
             with of_whole:
-                base = self._backward(leaves, structure, torch.ones(batch, dtype=torch.bool), base.with_shared)
+                base = self.backward(leaves, structure, torch.ones(batch, dtype=torch.bool), base.with_shared)
             with of_part:
-                other = part._backward(some, structure, kept, base.with_shared)
+                other = part.backward(some, structure, kept, base.with_shared)
         except MemprofError:
             if share == MIDDLE:
                 raise
@@ -342,103 +268,6 @@ class Prover:
         if share != MIDDLE and not (base.is_finite() and other.is_finite()):
             return []
         return base.at(places).differences(other, kept, no_leak=False, may_jump=True)
-
-    def _changed(
-        self,
-        run: Callable[[list[Any], Any, torch.Tensor, bool], _Recorded],
-        leaves: list[Any],
-        structure: Any,
-        kept: torch.Tensor,
-        variant: int,
-        seed: int,
-        shared: bool,
-    ) -> _Recorded:
-        """Runs the program with other values for the samples that are not kept."""
-        for kind in (variant, *GENTLE):
-            new = perturbed(leaves, self.program.batch, kept, kind, seed)
-            try:
-                return run(new, structure, kept, shared)
-            except (MemprofError, torch.OutOfMemoryError):
-                raise
-            except Exception:
-                if kind == GENTLE[-1]:
-                    raise
-        raise AssertionError
-
-    def _backward(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> Run:
-        computed_in = self.program.computed_in
-        recorder = RowRecorder(self.workspace, computed_in)
-        with self._running(recorder) as trace:
-            outputs, wheres = self._outputs(leaves, structure)
-            trace = list(trace)  # backward adds layers that checkpoints run again
-            patterns = self._patterns()
-            batch, random = self.program.batch, self.program.random
-            end = random.later()
-            draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
-            known = [w.by_sample(o, batch) for o, w in zip(outputs, wheres, strict=True) if w is not None]
-            rows = [Rows.of(x, computed_in) for x in known]
-            drawn, places = self.program.drawn, self.program.places
-            given = cotangents(outputs, wheres, drawn, kept.to(torch.float64), shared, places)
-            torch.autograd.backward(outputs, given)
-        return Run(batch, rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
-
-    def _record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
-        batch = self.program.batch
-        recorder = ManyRecorder(self.workspace, batch, self.program.computed_in)
-        with self._running(recorder):
-            outputs, wheres = self._outputs(leaves, structure)
-            for output, where in zip(outputs, wheres, strict=True):
-                if where is not None:
-                    recorder.note(None, "output", where.by_sample(output, batch))
-            given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
-            torch.autograd.backward(outputs, given)
-        return recorder
-
-    def _patterns(self) -> list[int]:
-        inputs = [leaf for leaf in self._given if isinstance(leaf, torch.Tensor)]
-        return graph_patterns(self._tensors, inputs, self.program.batch)
-
-    def _outputs(self, leaves: list[Any], structure: Any) -> tuple[list[torch.Tensor], list[Arrangement | None]]:
-        self._given = [_copied(leaf) for leaf in leaves]
-        args, kwargs = tree_unflatten(self._given, structure)
-        output = self.program.run(args, kwargs)
-        tensors = tensors_in(output)
-        if len(tensors) != len(self.program.wheres):
-            raise MixingError(
-                "the number of tensors that the model returns depends on its inputs, so that it cannot be seen which "
-                "sample they belong to: return the same outputs for every batch."
-            )
-        pairs = [
-            (o, w)
-            for o, w in zip(tensors, self.program.wheres, strict=True)
-            if o.requires_grad and (o.is_floating_point() or o.is_complex())
-        ]
-        self._tensors = [o for o, _ in pairs]
-        if self.program.leaves_caches_out:
-            cached = set(map(id, cached_tensors(output)))
-            pairs = [(o, w) for o, w in pairs if id(o) not in cached]
-        return [o for o, _ in pairs], [w for _, w in pairs]
-
-    @contextmanager
-    def _running(self, bookkeeping: Any) -> Iterator[list[Layer | None]]:
-        hooks, program = self.program.hooks, self.program
-        before = hooks.bookkeeping, hooks.batch, hooks.trace
-        hooks.bookkeeping, hooks.batch, hooks.trace = bookkeeping, program.batch, []
-        try:
-            with program.random.restored(), restoring_state(program.module) as state, torch.enable_grad():
-                yield hooks.trace
-                self.changes_state = self.changes_state or state.has_changed()
-        finally:
-            hooks.called.update(hooks.trace)
-            hooks.bookkeeping, hooks.batch, hooks.trace = before
-            self._tensors = []  # releases the graph
-
-    def follow(self) -> None:
-        """Runs a forward to record the order of layer calls and the patterns of its graph."""
-        leaves, structure = self.program.leaves()
-        with self._running(RowRecorder(self.workspace)) as trace:
-            self._outputs(leaves, structure)
-            self.trace, self.patterns = list(trace), self._patterns()
 
     # --- sums ---
     def sums(self) -> list[Doubt]:
@@ -464,8 +293,8 @@ class Prover:
         program, whole = self.program, torch.ones_like(weights)
         leaves, structure = program.leaves()
         recorder = SumRecorder(self.workspace, weights)
-        with self._running(recorder):
-            outputs, wheres = self._outputs(leaves, structure)
+        with self.running(recorder):
+            outputs, wheres = self.outputs(leaves, structure)
             torch.autograd.backward(outputs, cotangents(outputs, wheres, program.drawn, whole, True))
         device = program.random.device_type()
         if torch.is_autocast_enabled(device):
@@ -483,8 +312,8 @@ class Prover:
 
     def _autograd(self, leaves: list[Any], structure: Any, weights: torch.Tensor) -> GradientSums:
         program = self.program
-        with self._running(RowRecorder(self.workspace)), program.hooks.off():
-            outputs, wheres = self._outputs(leaves, structure)
+        with self.running(RowRecorder(self.workspace)), program.hooks.off():
+            outputs, wheres = self.outputs(leaves, structure)
             given = cotangents(outputs, wheres, program.drawn, weights, True)
             total: GradientSums = dict.fromkeys(program.trained)
             add_gradients(outputs, given, total)

@@ -24,7 +24,8 @@ from opacus_memprof.clipping.proof.batches import has_samples
 from opacus_memprof.clipping.proof.certificate import SituationRecord
 from opacus_memprof.clipping.proof.model_state import Arguments, without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
-from opacus_memprof.clipping.proof.prover import Program, Prover
+from opacus_memprof.clipping.proof.program import Program
+from opacus_memprof.clipping.proof.prover import Prover
 from opacus_memprof.clipping.proof.recorder import Doubt
 from opacus_memprof.clipping.proof.row_moves import modules_that_move_rows
 from opacus_memprof.clipping.proof.summary import release
