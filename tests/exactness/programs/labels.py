@@ -171,7 +171,7 @@ PROGRAMS = [
         for name, (loss, allowed) in _LOSSES.items()
     ),
     Program("labels_call_of_two_samples", _model, _labelled(3, 6), "exact", _looks_at_two, {"removes": False}),
-    Program("labels_rows_before_the_call", _model, _labelled(5, 5, 4), "exact", _rows_before, {"removes": False}),
+    Program("labels_rows_before_the_call", _model, _labelled(5, 4), "exact", _rows_before, {"removes": False}),
     *(
         Program(
             f"labels_{name}",
