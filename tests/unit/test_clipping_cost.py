@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import record_function
 
-from opacus_memprof.clipping.cost import choose, ghost_norm_cost, gram_norm_cost, kept_norm_cost
+from opacus_memprof.clipping.cost import Cost, choose, ghost_norm_cost, gram_norm_cost, kept_norm_cost
 from opacus_memprof.clipping.kernels.sums import sum_products
 from opacus_memprof.clipping.workspace import Workspace
 from tests.oracle.meter import WINDOW, window_peaks
@@ -56,8 +56,14 @@ def test_bytes_of_the_norm_step_at_sequence_16384() -> None:
     ours = sum(choose(1, 16384, r, c, 4).norm_cost.bytes for r, c in layers)
     ghost = sum(ghost_norm_cost(1, 16384, r, c, 4, bias=True).bytes for r, c in layers)
     assert ours == 4 * sum(r * c for r, c in layers)
-    assert ghost > 80 * 8 * 16384**2 * 4
+    assert ghost == 4 * sum(8 * 16384**2 + 16384 * (2 * r + c) for r, c in layers)
     assert ours * 9 <= ghost
+
+
+def test_ghost_clipping_forms_two_products_and_with_a_bias_three() -> None:
+    assert ghost_norm_cost(2, 3, 5, 7, 4, bias=False) == Cost(2 * 2 * 9 * 12, 4 * (2 * 3 * 12 + 6 * 2 * 9))
+    assert ghost_norm_cost(2, 3, 5, 7, 4, bias=True) == Cost(2 * 2 * 9 * 17, 4 * (2 * 3 * 17 + 8 * 2 * 9))
+    assert ghost_norm_cost(64, 1, 1000, 512, 4, bias=True) == Cost(2 * 64 * 1512, 4 * 64 * 1512)
 
 
 @given(batch=st.integers(1, 64), tokens=SIZES, rows=SIZES, columns=SIZES, itemsize=st.sampled_from([2, 4, 8]))
