@@ -53,6 +53,19 @@ def test_functorch_and_frozen_parameters(tmp_path: Path, freeze: bool) -> None:
         assert found == []
 
 
+def test_what_is_in_eval_mode_is_not_said_to_be_unused(tmp_path: Path) -> None:
+    def run(session: Any) -> None:
+        model = HalfFrozen(freeze=False)
+        model.beside = nn.Linear(2, 2)
+        training = Training(model)
+        model.beside.eval()
+        training.step(torch.randn(BATCH, 24))
+
+    (found,) = of_kind(profiled(tmp_path, run, ValueError), "missing_per_sample_gradients")
+    assert found["module"] == "beside"
+    assert "in eval mode" in found["evidence"]
+
+
 def test_gradients_that_nobody_reads(tmp_path: Path) -> None:
     """With one sample, gradients weigh as much as per-sample gradients; the peak is in backward or clipping."""
     parameters = {}

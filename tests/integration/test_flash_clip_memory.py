@@ -26,10 +26,10 @@ BATCH, TOKENS, DOUBLE = 4, 7, 8
 KEPT = ("activation_hooks_opacus_only", "backprop_copies", "per_sample_gradients", "norm_samples", "summed_gradients")
 
 
-def small(passes: int) -> tuple[Any, Any]:
+def small(passes: int, check: str = "off") -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
-    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=passes, check="off")
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=passes, check=check)
     return module, optimizer
 
 
@@ -74,6 +74,20 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
     gradients = (6 * 50 + 50 + 50 * 50) * DOUBLE
     assert categories()["gradients"] - before["gradients"] == gradients
     optimizer.zero_grad()
+    for attachment in attachments:
+        attachment.detach()
+
+
+def test_a_step_that_is_compared_keeps_its_batch_and_its_output_s_gradients(cpu: None) -> None:  # noqa: F811
+    module, optimizer = small(passes=1, check="first")
+    attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
+    before = categories()
+    backward(module)
+    pair = BATCH * TOKENS * 50 * DOUBLE  # of the second Linear, whose output is the model's
+    assert change_since(before)["backprop_copies"] == 2 * pair
+    assert categories()["inputs"] - before["inputs"] == BATCH * TOKENS * 6 * DOUBLE
+    optimizer.step()
+    assert change_since(before) == {}
     for attachment in attachments:
         attachment.detach()
 
