@@ -21,7 +21,7 @@ class Births {
     return count_++;
   }
   // Sets the number that the next block has in the run.
-  void go_on(std::uint64_t in_run) {
+  void resume(std::uint64_t in_run) {
     if (in_run == next_) return;
     runs_.push_back({.number = count_, .in_run = in_run});
     next_ = in_run;

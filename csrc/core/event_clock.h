@@ -29,7 +29,7 @@ class EventClock {
   }
 
   // Continues at these ticks after a gap; returns the time there.
-  std::int64_t go_on(std::uint64_t ticks) {
+  std::int64_t resume(std::uint64_t ticks) {
     ticks_ = ticks % kLap;
     lap_ = ticks - ticks_;
     return at(ticks);

@@ -70,7 +70,7 @@ void EventFile::run() {
     recorder_.write_header(false);
     if (pauses % kPausesPerHousekeeping == 0 && calls_.housekeeping) calls_.housekeeping();
     lock.lock();
-    done_ = ring_.given_back();
+    done_ = ring_.released();
     flushed_.notify_all();
     wake_.wait_for(lock, kPause, [this] { return stopping_ || wanted_ > done_; });
   }
@@ -94,7 +94,7 @@ void EventFile::write() {
     } else {
       recorder_.take(events);
     }
-    ring_.give_back(events.size());
+    ring_.release(events.size());
   }
   if (failed_) return;
   if (losing && calls_.live_blocks) {

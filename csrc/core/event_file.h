@@ -25,7 +25,7 @@ class alignas(64) EventFile {
   // Functions that are called on the file's own thread.
   struct Calls {
     std::function<void()> housekeeping;  // about once a second
-    // Returns the live blocks after events were lost because of a full ring. Calls go_on()
+    // Returns the live blocks after events were lost because of a full ring. Calls resume()
     // meanwhile, while nobody appends. Without this function nothing is recorded after a loss.
     std::function<std::vector<Block>(EventFile&)> live_blocks;
   };
@@ -57,7 +57,7 @@ class alignas(64) EventFile {
   // Waits until all appended events are in the files.
   void flush();
   // For Calls::live_blocks.
-  void go_on() noexcept { ring_.go_on(); }
+  void resume() noexcept { ring_.resume(); }
 
   // In a forked child: releases the parent's files without touching them.
   void abandon() noexcept;

@@ -36,7 +36,7 @@ class alignas(64) EventRing {
   EventRing& operator=(const EventRing&) = delete;
   ~EventRing() { ::munmap(events_, kEvents * sizeof(Event)); }
 
-  // One writer at a time. Events are lost from the moment when the ring is full until go_on(). The
+  // One writer at a time. Events are lost from the moment when the ring is full until resume(). The
   // stream has no holes except between the events read before and after such a loss.
   void append(const EventWords& words) noexcept {
     const std::uint64_t head = head_.load(std::memory_order_relaxed);
@@ -80,7 +80,7 @@ class alignas(64) EventRing {
   }
 
   // Ends a loss; nobody appends meanwhile.
-  void go_on() noexcept {
+  void resume() noexcept {
     lost_before_ = lost();
     losing_.store(false, std::memory_order_release);
   }
@@ -93,15 +93,15 @@ class alignas(64) EventRing {
     const std::uint64_t count = std::min(appended() - begin, kEvents - begin % kEvents);
     return {events_ + begin % kEvents, static_cast<std::size_t>(count)};
   }
-  void give_back(std::size_t events) noexcept {
+  void release(std::size_t events) noexcept {
     tail_.store(tail_.load(std::memory_order_relaxed) + events, std::memory_order_release);
   }
-  [[nodiscard]] std::uint64_t given_back() const noexcept {
+  [[nodiscard]] std::uint64_t released() const noexcept {
     return tail_.load(std::memory_order_relaxed);
   }
-  // Returns whether nothing follows the readable events until go_on().
+  // Returns whether nothing follows the readable events until resume().
   [[nodiscard]] bool is_losing() const noexcept { return losing_.load(std::memory_order_acquire); }
-  // The number of events lost before the latest go_on().
+  // The number of events lost before the latest resume().
   [[nodiscard]] std::uint64_t lost_before() const noexcept { return lost_before_; }
 
  private:

@@ -75,7 +75,7 @@ class Rows {
     add_gap(gap.first_event);
     in_gap_ = true;
     index_ = gap.opening->first_event;
-    gap_end_ns_ = clock_.go_on(gap.opening->ticks);
+    gap_end_ns_ = clock_.resume(gap.opening->ticks);
   }
 
   void resumed(const Opening&, const Births&) { in_gap_ = false; }

@@ -184,7 +184,7 @@ class EventWalk {
         visitor_.born(*table_.insert(born));
       }
     }
-    births_.go_on(opening.births);
+    births_.resume(opening.births);
     events_ = opening.first_event;
     visitor_.resumed(opening, births_);
   }

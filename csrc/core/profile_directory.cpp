@@ -94,7 +94,7 @@ ProfileDirectory::ProfileDirectory(std::string directory, std::uint64_t max_even
       directory_ + "/events.bin", max_events,
       EventFile::Calls{
           .housekeeping = [this] { refresh_meta(); },
-          .live_blocks = [](EventFile& file) { return recorder().go_on_after_loss(file); }}));
+          .live_blocks = [](EventFile& file) { return recorder().resume_after_loss(file); }}));
 }
 
 ProfileDirectory::~ProfileDirectory() {

@@ -138,7 +138,7 @@ class Recorder {
   // Waits until the files have every event so far. Must not run while another thread ends the file.
   void flush_events();
   // EventFile::Calls::live_blocks.
-  std::vector<Block> go_on_after_loss(EventFile& file);
+  std::vector<Block> resume_after_loss(EventFile& file);
 
  private:
   friend struct ForkHandlers;

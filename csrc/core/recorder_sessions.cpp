@@ -74,8 +74,8 @@ std::vector<Block> Recorder::live_blocks() {
   return copy_blocks([] {});
 }
 
-std::vector<Block> Recorder::go_on_after_loss(EventFile& file) {
-  return copy_blocks([&] { file.go_on(); });
+std::vector<Block> Recorder::resume_after_loss(EventFile& file) {
+  return copy_blocks([&] { file.resume(); });
 }
 
 template <typename Then>

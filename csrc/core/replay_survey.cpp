@@ -137,7 +137,7 @@ void Survey::gap(const EventGap& gap, const ReplayTable& /*table*/) {
   gaps_.push_back({.first_event = gap.first_event,
                    .events = gap.opening->first_event - gap.first_event,
                    .time_ns = now_.time_ns,
-                   .end_ns = clock_.go_on(gap.opening->ticks),
+                   .end_ns = clock_.resume(gap.opening->ticks),
                    .step = now_.step,
                    .end_step = now_.step});
   in_gap_ = after_gap_ = true;
@@ -173,7 +173,7 @@ namespace {
 // Leaves the first and the last third of `count` rows, and the highest of the others. Returns how
 // many it has removed.
 template <typename Row>
-std::size_t thin_out(std::vector<Row>& rows, std::size_t count,
+std::size_t keep_ends_and_highest(std::vector<Row>& rows, std::size_t count,
                      ReplayResult::Instant Row::*instant) {
   if (rows.size() <= count) return 0;
   const auto third = static_cast<std::ptrdiff_t>(count / 3);
@@ -195,7 +195,7 @@ std::size_t thin_out(std::vector<Row>& rows, std::size_t count,
 }  // namespace
 
 void Survey::choose_snapshots(DeviceState& device) {
-  thin_out(device.snapshots, ReplayResult::kMaxSnapshots, &SnapshotRow::instant);
+  keep_ends_and_highest(device.snapshots, ReplayResult::kMaxSnapshots, &SnapshotRow::instant);
   for (const SnapshotRow& row : device.snapshots) {
     ReplayResult::Snapshot& snapshot = device.result.snapshots.emplace_back();
     static_cast<Instant&>(snapshot) = row.instant;
@@ -206,7 +206,7 @@ void Survey::choose_snapshots(DeviceState& device) {
 
 void Survey::choose_steps(DeviceState& device) {
   std::vector<StepRow>& rows = device.steps;
-  device.result.steps_left_out = thin_out(rows, ReplayResult::kMaxSteps, &StepRow::peak);
+  device.result.steps_left_out = keep_ends_and_highest(rows, ReplayResult::kMaxSteps, &StepRow::peak);
   for (const StepRow& row : rows) {
     ReplayResult::Step& step = device.result.steps.emplace_back();
     step.number = row.number;

@@ -26,16 +26,16 @@ _CHECKPOINT = (
 
 def captures_without_backward(run: Run) -> Iterator[Finding]:
     """Finds captured activations that no backward pass released in several forward passes, or before a failed step."""
-    facts = run.facts_of("captures")
-    if not facts:
+    observations = run.observed("captures")
+    if not observations:
         return
-    captured = {module: fact for module, fact in facts if fact["captures"]}
-    sizes = {module: fact["bytes"] for module, fact in facts if fact["bytes"]}
+    captured = {module: seen for module, seen in observations if seen["captures"]}
+    sizes = {module: seen["bytes"] for module, seen in observations if seen["bytes"]}
     total = sum(sizes.values())
-    count = sum(fact["captures"] for fact in captured.values())
-    checkpointing = any(fact["recomputed"] for fact in captured.values())
-    failed = any(fact["failed"] for fact in captured.values())
-    if any(fact["refused"] for fact in captured.values()):
+    count = sum(seen["captures"] for seen in captured.values())
+    checkpointing = any(seen["recomputed"] for seen in captured.values())
+    failed = any(seen["failed"] for seen in captured.values())
+    if any(seen["refused"] for seen in captured.values()):
         consequence = "the next ghost-clipping forward fails, with an error about tied parameters"
     elif failed:
         consequence = "the step failed, because grad_sample stays None until every capture has had its backward pass"
@@ -49,20 +49,20 @@ def captures_without_backward(run: Run) -> Iterator[Finding]:
         f"{count} captures in {places} wait for a backward pass that never came, and keep {format_bytes(total)} of "
         f"activations alive ({largest(sizes)}); {consequence}",
         _CHECKPOINT if checkpointing else _EVALUATE,
-        captures={module: fact["captures"] for module, fact in captured.items()},
+        captures={module: seen["captures"] for module, seen in captured.items()},
         modules=sizes,
     )
 
 
 def stale_norm_samples(run: Run) -> Iterator[Finding]:
     """Finds Linear layers whose norm sampler returns no norms, because the outputs have more than three dimensions."""
-    for module, fact in run.facts_of("norms_missing"):
-        what = "the layer keeps those of an earlier batch" if fact["bytes"] else "clipping fails"
+    for module, seen in run.observed("norms_missing"):
+        what = "the layer keeps those of an earlier batch" if seen["bytes"] else "clipping fails"
         yield Finding(
             "stale_norm_samples",
             module,
-            fact["bytes"],
-            f"Opacus computes no norms for outputs of {fact['dimensions']} dimensions: {what}. The "
+            seen["bytes"],
+            f"Opacus computes no norms for outputs of {seen['dimensions']} dimensions: {what}. The "
             "layer's part of a sample's gradient is not bounded by max_grad_norm, and the privacy guarantee does not "
             "hold",
             'flatten all dimensions between the first and the last before this layer, or use grad_sample_mode="hooks"',
@@ -71,8 +71,8 @@ def stale_norm_samples(run: Run) -> Iterator[Finding]:
 
 def make_private_failed(run: Run) -> Iterator[Finding]:
     """Finds the error with which the last make_private failed, if none has succeeded since."""
-    for _, fact in run.facts_of("make_private_raised"):
-        error = re.sub(r"""\[\w+\(["']""", "", fact["error"].partition(". ")[0])
+    for _, seen in run.observed("make_private_raised"):
+        error = re.sub(r"""\[\w+\(["']""", "", seen["error"].partition(". ")[0])
         if "training mode" in error:
             remedy = "call model.train() before make_private"
         elif "UnsupportedModuleError" in error:
@@ -97,27 +97,27 @@ def make_private_failed(run: Run) -> Iterator[Finding]:
 
 def training_is_not_private(run: Run) -> Iterator[Finding]:
     """Finds updates of a private model that neither clip nor add noise."""
-    for _, fact in run.facts_of("public_steps"):
-        steps, name = fact["bytes"], fact["optimizer"]
-        which = f"the {name} that make_private was given" if fact["is_original"] else f"another {name}"
+    for _, seen in run.observed("public_steps"):
+        steps, name = seen["bytes"], seen["optimizer"]
+        which = f"the {name} that make_private was given" if seen["is_original"] else f"another {name}"
         yield Finding(
             "training_is_not_private",
             "",
             0,
             f"this training is not private: per-sample gradients are computed, but {steps} of "
-            f"{format_count(steps + fact['private'], 'update')} neither clip them nor add noise, because the program "
+            f"{format_count(steps + seen['private'], 'update')} neither clip them nor add noise, because the program "
             f"steps {which}. What the privacy accountant says does not hold",
             "step and clear the optimizer that make_private returns: model, optimizer, loader = "
             "engine.make_private(module=model, optimizer=optimizer, ...), then optimizer.step() and "
             "optimizer.zero_grad() of this one; give it to learning rate schedulers, too",
         )
-    for _, fact in run.facts_of("unclipped_steps"):
+    for _, seen in run.observed("unclipped_steps"):
         yield Finding(
             "training_is_not_private",
             "",
             0,
             f"this training is not private: ghost clipping clips in the backward of the criterion that make_private "
-            f"returns, and none of {format_count(fact['bytes'], 'step')} had one. Noise was added to gradients that "
+            f"returns, and none of {format_count(seen['bytes'], 'step')} had one. Noise was added to gradients that "
             "were not clipped",
             "use the returned criterion: model, optimizer, criterion, loader = engine.make_private(..., "
             'criterion=criterion, grad_sample_mode="ghost"), then criterion(model(x), y).backward()',
@@ -126,11 +126,11 @@ def training_is_not_private(run: Run) -> Iterator[Finding]:
 
 def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
     """Finds the cause of a failed step in which modules have per-sample gradients of different numbers of samples."""
-    facts = run.facts_of("sample_counts")
-    if not facts:
+    observations = run.observed("sample_counts")
+    if not observations:
         return
-    counts = dict(sorted((module, fact["samples"]) for module, fact in facts))
-    batch = facts[0][1]["batch"]
+    counts = dict(sorted((module, seen["samples"]) for module, seen in observations))
+    batch = observations[0][1]["batch"]
     if batch not in counts.values():
         batch = Counter(counts.values()).most_common(1)[0][0]
     odd = {module: count for module, count in counts.items() if count != batch}
@@ -155,24 +155,24 @@ def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
         f"the optimizer's step needs gradients of the same samples from all modules, and "
         f"{', '.join(f'{module or chr(34) * 2} has {size}' for module, size in list(odd.items())[:3])}, but "
         f"{some(others)} {batch}",
-        remedy + _flash_clip(facts),
+        remedy + _flash_clip(observations),
     )
 
 
 def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds the reason why modules had no per-sample gradients in a step."""
-    facts = [(module, fact) for module, fact in run.facts_of("samples_missing") if not fact["captures"]]
+    observations = [(module, seen) for module, seen in run.observed("samples_missing") if not seen["captures"]]
     causes = {
         "in eval mode, where Opacus records nothing": (
-            [module for module, fact in facts if not fact["training"]],
+            [module for module, seen in observations if not seen["training"]],
             "call .train() of {}, or freeze it before make_private with requires_grad_(False)",
         ),
         "used outside of its own forward, so that Opacus' hooks did not run": (
-            [module for module, fact in facts if fact["training"] and fact["has_gradient"]],
+            [module for module, seen in observations if seen["training"] and seen["has_gradient"]],
             "call {} as a module instead of computing with its weight, as F.linear(x, layer.weight) does",
         ),
         "not reached by any gradient: not used in the forward, or not part of the loss": (
-            [module for module, fact in facts if fact["training"] and not fact["has_gradient"]],
+            [module for module, seen in observations if seen["training"] and not seen["has_gradient"]],
             "freeze {} before make_private with requires_grad_(False), or use it",
         ),
     }
@@ -184,30 +184,30 @@ def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
                 common_module(found),
                 0,
                 f"Opacus has no per-sample gradients for {some(found)}: {cause}",
-                remedy.format(some(found)) + (_flash_clip(facts) if trains else ""),
+                remedy.format(some(found)) + (_flash_clip(observations) if trains else ""),
             )
 
 
 def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds the reason why Opacus refused a backward pass before earlier per-sample gradients were used."""
-    facts = run.facts_of("samples_accumulated")
-    if not facts or run.facts_of("public_steps"):
+    observations = run.observed("samples_accumulated")
+    if not observations or run.observed("public_steps"):
         return
-    modules = [module for module, _ in facts]
-    unowned = [module for module, _ in run.facts_of("unowned_samples")]
+    modules = [module for module, _ in observations]
+    unowned = [module for module, _ in run.observed("unowned_samples")]
     if set(modules) & set(unowned):
         evidence = f"{some(unowned)}, which no optimizer of make_private has: its steps and zero_grad leave them out"
         remedy = FREEZE.format(some(unowned))
-    elif facts[0][1]["steps"] and not run.facts_of("zero_grads"):
+    elif observations[0][1]["steps"] and not run.observed("zero_grads"):
         evidence, remedy = f"{some(modules)}, and the optimizer's zero_grad was never called", ZERO_GRAD
-    elif facts[0][1]["used"]:
+    elif observations[0][1]["used"]:
         evidence = f"{some(modules)}, which optimizer.step() had used and no zero_grad has cleared since"
         remedy = (
             "call optimizer.zero_grad() directly after each optimizer.step(), and not only before the next batch: a "
             "backward pass between the two, such as a generator's, finds what the step has used"
         )
     else:
-        evidence = f"{some(modules)}: {facts[0][1]['bytes']} backward passes ran without a step between them"
+        evidence = f"{some(modules)}: {observations[0][1]['bytes']} backward passes ran without a step between them"
         remedy = (
             "run one backward pass for each step: concatenate what the passes get, such as a discriminator's real and "
             "fake samples, into one batch; or call optimizer.step() and optimizer.zero_grad() after each. To "
@@ -225,12 +225,12 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 def discarded_backward_passes(run: Run) -> Iterator[Finding]:
     """Finds gradients that are accumulated by hand in ghost clipping, which clears them in each backward pass."""
-    for _, fact in run.facts_of("ghost_accumulated"):
+    for _, seen in run.observed("ghost_accumulated"):
         yield Finding(
             "discarded_backward_passes",
             "",
             0,
-            f"{fact['bytes']} backward passes ran for one step, and the step used the last one alone: in ghost "
+            f"{seen['bytes']} backward passes ran for one step, and the step used the last one alone: in ghost "
             "clipping each backward pass of the criterion clears the gradients of earlier ones",
             "to accumulate gradients, use BatchMemoryManager, and call optimizer.step() and optimizer.zero_grad() "
             "after each batch",
@@ -239,39 +239,39 @@ def discarded_backward_passes(run: Run) -> Iterator[Finding]:
 
 def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
     """Finds the operation that changed an output in place, which Opacus' backward hooks do not allow."""
-    for module, fact in run.facts_of("in_place"):
-        if fact["is_option"]:
-            what, remedy = f"{module} ({fact['layer']}) computes", f"set inplace=False in {module} ({fact['layer']})"
+    for module, seen in run.observed("in_place"):
+        if seen["is_option"]:
+            what, remedy = f"{module} ({seen['layer']}) computes", f"set inplace=False in {module} ({seen['layer']})"
         else:
-            what = f"{fact['line'] or 'the program'} computes"
-            remedy = f"compute out of place (x = x + y instead of x += y, torch.relu, not torch.relu_): {fact['line']}"
+            what = f"{seen['line'] or 'the program'} computes"
+            remedy = f"compute out of place (x = x + y instead of x += y, torch.relu, not torch.relu_): {seen['line']}"
         yield Finding(
             "outputs_changed_in_place",
             module,
             0,
             f"{what} in place on the output of a layer, which autograd forbids where the layer has a backward hook, as "
             "Opacus' hooks are",
-            remedy + _flash_clip([(module, fact)]),
+            remedy + _flash_clip([(module, seen)]),
         )
 
 
 def copied_private_model(run: Run) -> Iterator[Finding]:
     """Finds a copy of a private model that runs: copies have Opacus' hooks without what these keep at parameters."""
-    for _, fact in run.facts_of("private_copy"):
+    for _, seen in run.observed("private_copy"):
         yield Finding(
             "copied_private_model",
             "",
             0,
-            f"{fact['line'] or 'the program'} runs a copy of a private model: copy.deepcopy copies Opacus' hooks, but "
+            f"{seen['line'] or 'the program'} runs a copy of a private model: copy.deepcopy copies Opacus' hooks, but "
             "not what they keep at each parameter, so that the first layer fails",
             "copy the model before make_private, and make each copy that is trained private by itself; weights go from "
             "one to the other by load_state_dict(private_model._module.state_dict())",
         )
 
 
-def _flash_clip(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _flash_clip(observations: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns the end of a remedy, if flash_clip can clip the model."""
-    possible = any(fact.get("flash_clip") for _, fact in facts)
+    possible = any(seen.get("flash_clip") for _, seen in observations)
     return (
         '; or use opacus_memprof.PrivacyEngine with grad_sample_mode="flash_clip", which trains it as it is' * possible
     )

@@ -26,26 +26,26 @@ class Run:
     Attributes:
         devices: devices of profile.json, by name.
         replayed: devices of core.replay, by the same names.
-        facts: observations of hooks, with ids of modules.
+        observations: observations of hooks, with ids of modules.
         names: translates the ids.
         failed: whether an error other than out of memory ended the run.
     """
 
     devices: Mapping[str, Device]
     replayed: Mapping[str, Mapping[str, Any]]
-    facts: Sequence[Mapping[str, Any]]
+    observations: Sequence[Mapping[str, Any]]
     names: Names
     failed: bool = False
 
-    def facts_of(self, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
+    def observed(self, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
         """Returns the observations of a kind, with the names of their modules."""
-        return [(self.names.module(fact["module"]), fact) for fact in self.facts if fact["kind"] == kind]
+        return [(self.names.module(seen["module"]), seen) for seen in self.observations if seen["kind"] == kind]
 
-    def facts_by_device(self, kind: str) -> Iterator[tuple[Mapping[str, Any], str, Device]]:
+    def observed_by_device(self, kind: str) -> Iterator[tuple[Mapping[str, Any], str, Device]]:
         """Yields each observation of a kind with each device."""
-        for _, fact in self.facts_of(kind):
+        for _, seen in self.observed(kind):
             for device, entry in self.devices.items():
-                yield fact, device, entry
+                yield seen, device, entry
 
     def is_material(self, device: str, size: int) -> bool:
         """Returns whether `size` bytes are at least MATERIAL of the device's peak."""
@@ -89,23 +89,23 @@ def ghost_matrices(run: Run) -> Iterator[Finding]:
     For a Linear of p outputs and d inputs, B samples of T tokens and s bytes per element, the norm sampler allocates
     s·B·T² bytes three times (twice without a bias), to avoid per-sample gradients of s·B·(p·d + p) bytes.
     """
-    facts = run.facts_of("norm_matrices")
-    if not facts:
+    observations = run.observed("norm_matrices")
+    if not observations:
         return
-    sizes = {module: fact["bytes"] for module, fact in facts}
+    sizes = {module: seen["bytes"] for module, seen in observations}
     # A layer frees its matrices before the next layer allocates, so only the largest count.
-    _, fact = max(facts, key=lambda named_fact: named_fact[1]["bytes"])
-    p, d = fact["features"]
+    _, seen = max(observations, key=lambda named: named[1]["bytes"])
+    p, d = seen["features"]
     layers = f", and the same holds for {format_count(len(sizes) - 1, 'more layer')}" if len(sizes) > 1 else ""
     yield Finding(
         "ghost_matrices",
         common_module(sizes),
-        fact["bytes"],
-        f"T x T matrices take {format_bytes(fact['bytes'])} for "
-        f"{format_count(fact['samples'], 'sample')} of {fact['tokens']} tokens; the {p} x {d} per-sample "
-        f"gradients that they avoid would take {format_bytes(fact['gradient_bytes'])}{layers} ({largest(sizes)})",
+        seen["bytes"],
+        f"T x T matrices take {format_bytes(seen['bytes'])} for "
+        f"{format_count(seen['samples'], 'sample')} of {seen['tokens']} tokens; the {p} x {d} per-sample "
+        f"gradients that they avoid would take {format_bytes(seen['gradient_bytes'])}{layers} ({largest(sizes)})",
         'use grad_sample_mode="flash_clip", which makes neither, or "hooks", which makes only the gradients',
-        gradient_bytes=fact["gradient_bytes"],
+        gradient_bytes=seen["gradient_bytes"],
         modules=sizes,
     )
 
@@ -117,19 +117,19 @@ _COPIES = "create_or_accumulate_grad_sample"
 
 def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients of frozen parameters, which functorch computes besides those of trainable ones."""
-    for module, fact in run.facts_of("frozen_samples"):
-        if fact["mode"] == "functorch":
+    for module, seen in run.observed("frozen_samples"):
+        if seen["mode"] == "functorch":
             why = ""
             remedy = 'use grad_sample_mode="hooks" where Opacus has a sampler for the layer, or'
         else:
-            why = f" Opacus has no sampler for {fact['layer']}, and uses functorch for it and all inside of it"
-            remedy = f"opacus.grad_sample.register_grad_sampler({fact['layer']}) gives it a sampler; or"
+            why = f" Opacus has no sampler for {seen['layer']}, and uses functorch for it and all inside of it"
+            remedy = f"opacus.grad_sample.register_grad_sampler({seen['layer']}) gives it a sampler; or"
         yield Finding(
             "frozen_per_sample_gradients",
             module,
-            fact["bytes"],
-            f"functorch computed gradients of {format_count(fact['samples'], 'sample')} for frozen "
-            f"parameters: {format_bytes(fact['bytes'])} in every backward pass, freed when the hook returned"
+            seen["bytes"],
+            f"functorch computed gradients of {format_count(seen['samples'], 'sample')} for frozen "
+            f"parameters: {format_bytes(seen['bytes'])} in every backward pass, freed when the hook returned"
             f"{'.' * bool(why)}{why}",
             f"{remedy} keep the frozen parameters in a module of their own",
         )
@@ -137,7 +137,7 @@ def frozen_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 def discarded_gradients(run: Run) -> Iterator[Finding]:
     """Finds gradients that autograd accumulates in p.grad and add_noise replaces unread."""
-    built = {module: int(fact["bytes"]) for module, fact in run.facts_of("replaced_gradients")}
+    built = {module: int(seen["bytes"]) for module, seen in run.observed("replaced_gradients")}
     for device, entry in run.devices.items():
         peak = entry.peak
         if peak.phase in _BEFORE_NOISE:
@@ -189,10 +189,10 @@ def copied_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 
 def unused_per_sample_gradients(run: Run) -> Iterator[Finding]:
-    """Finds per-sample gradients that zero_grad cleared and no step had used, several times."""
-    facts = run.facts_of("unused_samples")
-    times = max((fact["bytes"] for _, fact in run.facts_of("unused_passes")), default=0)
-    sizes = {module: fact["bytes"] for module, fact in facts}
+    """Finds per-sample gradients that zero_grad clears again and again before any step has used them."""
+    observations = run.observed("unused_samples")
+    times = max((seen["bytes"] for _, seen in run.observed("unused_passes")), default=0)
+    sizes = {module: seen["bytes"] for module, seen in observations}
     total = sum(sizes.values())
     if times < _OFTEN or run.failed or not any(run.is_material(device, total) for device in run.devices):
         return
@@ -210,7 +210,7 @@ def unused_per_sample_gradients(run: Run) -> Iterator[Finding]:
 
 def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients of an earlier step that were live at a peak in a forward pass or an evaluation."""
-    if run.facts_of("unowned_samples") or run.facts_of("public_steps") or not run.facts_of("zero_grads"):
+    if run.observed("unowned_samples") or run.observed("public_steps") or not run.observed("zero_grads"):
         return
     for device, entry in run.devices.items():
         peak = entry.peak
@@ -230,16 +230,16 @@ def per_sample_gradients_in_forward(run: Run) -> Iterator[Finding]:
 
 def per_sample_gradients_by_hand(run: Run) -> Iterator[Finding]:
     """Finds per-sample gradients that the program computes itself, by torch.func."""
-    for fact, device, entry in run.facts_by_device("samples_by_hand"):
+    for seen, device, entry in run.observed_by_device("samples_by_hand"):
         categories = entry.peak.categories
         size = sum(categories.get(name, 0) for name in ("unattributed", "backward_temporaries", "gradients"))
-        if run.is_material(device, min(fact["bytes"], size)) and 2 * size > fact["bytes"]:
+        if run.is_material(device, min(seen["bytes"], size)) and 2 * size > seen["bytes"]:
             yield Finding(
                 "per_sample_gradients_by_hand",
                 "",
-                fact["bytes"],
-                f"vmap(grad(...)) computes the gradients of {format_count(fact['samples'], 'sample')} at once, "
-                f"{format_bytes(fact['bytes'])}, and {format_bytes(size)} of gradients and what is computed from "
+                seen["bytes"],
+                f"vmap(grad(...)) computes the gradients of {format_count(seen['samples'], 'sample')} at once, "
+                f"{format_bytes(seen['bytes'])}, and {format_bytes(size)} of gradients and what is computed from "
                 f"them were live at the peak of {device}",
                 BY_PARTS,
                 device=device,
@@ -261,7 +261,7 @@ def noise_allocated_twice(run: Run) -> Iterator[Finding]:
             continue
         size = drawn[1].bytes
         if run.is_material(device, size):
-            module = next((name for name, fact in run.facts_of("largest_parameter") if fact["bytes"] == size), "")
+            module = next((name for name, seen in run.observed("largest_parameter") if seen["bytes"] == size), "")
             yield Finding(
                 "noise_allocated_twice",
                 module,
@@ -276,10 +276,10 @@ def noise_allocated_twice(run: Run) -> Iterator[Finding]:
 
 def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
     """Finds noise for whole parameters under FSDP: _generate_noise uses the shape of the DTensor, not of the shard."""
-    sharded = run.facts_of("sharded_parameter")
+    sharded = run.observed("sharded_parameter")
     if not sharded:
         return
-    module, largest = max(sharded, key=lambda named_fact: named_fact[1]["bytes"])
+    module, largest = max(sharded, key=lambda named: named[1]["bytes"])
     whole, shard = int(largest["bytes"]), int(largest["shard_bytes"])
     for device in run.devices:
         if run.is_material(device, 2 * (whole - shard)):
@@ -299,7 +299,7 @@ def noise_of_whole_parameters(run: Run) -> Iterator[Finding]:
 
 def gradients_reduced_twice(run: Run) -> Iterator[Finding]:
     """Finds DDP's buckets for gradients that Opacus' optimizer reduces again."""
-    if not run.facts_of("gradients_reduced"):
+    if not run.observed("gradients_reduced"):
         return
     for device, entry in run.devices.items():
         size = entry.peak.ops.get("DistributedDataParallel", {}).get("communication", 0)

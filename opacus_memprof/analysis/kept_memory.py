@@ -17,13 +17,13 @@ MANY_BATCHES = 3  # batches beside the one in use: fewer hide the time that copy
 
 def batches_on_device(run: Run) -> Iterator[Finding]:
     """Finds batches on the device that wait for their turn, or have had it."""
-    for fact, device, entry in run.facts_by_device("largest_batch"):
+    for seen, device, entry in run.observed_by_device("largest_batch"):
         peak = entry.peak
         blocks = Counter(block.bytes for block in peak.largest_blocks if block.category == "inputs")
-        size = peak.categories.get("inputs", 0) - fact["bytes"]
+        size = peak.categories.get("inputs", 0) - seen["bytes"]
         # A batch can be a list of tensors of the same size, or have targets larger than it.
         if (
-            size >= MANY_BATCHES * fact["bytes"] > 0
+            size >= MANY_BATCHES * seen["bytes"] > 0
             and max(blocks.values(), default=0) > MANY_BATCHES
             and run.is_material(device, size)
         ):
@@ -34,7 +34,7 @@ def batches_on_device(run: Run) -> Iterator[Finding]:
                 "",
                 size,
                 f"at the peak of {device}, {format_bytes(size)} of batches were live beside the one in use of "
-                f"{format_bytes(fact['bytes'])}: see {line or 'what moves them there'}",
+                f"{format_bytes(seen['bytes'])}: see {line or 'what moves them there'}",
                 BATCH_BY_BATCH,
                 device=device,
             )
@@ -48,18 +48,18 @@ BATCH_BY_BATCH = (
 
 def forwards_without_backward(run: Run) -> Iterator[Finding]:
     """Finds the graphs of many forward passes that were live at once, as of an evaluation that adds up losses."""
-    for fact, device, entry in run.facts_by_device("waiting_forwards"):
+    for seen, device, entry in run.observed_by_device("waiting_forwards"):
         peak = entry.peak
         size = peak.categories.get("activations", 0)
         equal = Counter(
-            (b.module, b.bytes) for b in peak.largest_blocks if b.category == "activations" and b.step == fact["step"]
+            (b.module, b.bytes) for b in peak.largest_blocks if b.category == "activations" and b.step == seen["step"]
         )
-        if peak.step == fact["step"] and min(fact["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
+        if peak.step == seen["step"] and min(seen["bytes"], max(equal.values(), default=0)) > SEVERAL_FORWARDS:
             yield Finding(
                 "forwards_without_backward",
                 "",
                 size,
-                f"{fact['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
+                f"{seen['bytes']} forward passes in a row recorded graphs, without a backward pass, and "
                 f"{format_bytes(size)} of activations were live at the peak of {device}: something keeps their "
                 "graphs, such as a list or a sum of losses or outputs",
                 NO_GRAPHS,
@@ -79,11 +79,11 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
     These are evaluations of a batch larger than all before in training. In the mode no_op, torch.func computes the
     gradients in a forward pass of its own, and detaches its results.
     """
-    for fact, device, entry in run.facts_by_device("evaluation_graphs"):
+    for seen, device, entry in run.observed_by_device("evaluation_graphs"):
         peak = entry.peak
         # Without a backward pass that uses it, what a graph saves counts as a temporary.
         size = sum(peak.categories.get(category, 0) for category in ("activations", "forward_temporaries"))
-        if (peak.phase, peak.step) == ("forward", fact["step"]) and run.is_material(device, size):
+        if (peak.phase, peak.step) == ("forward", seen["step"]) and run.is_material(device, size):
             yield Finding(
                 "graphs_without_backward",
                 "",
@@ -95,14 +95,14 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
                 "activations for a backward pass",
                 device=device,
             )
-    for fact, device, entry in run.facts_by_device("largest_batch"):
+    for seen, device, entry in run.observed_by_device("largest_batch"):
         peak = entry.peak
         size = peak.categories.get("forward_temporaries", 0)
         modules = {block.module for block in peak.largest_blocks if block.category == "forward_temporaries"}
-        is_in_it = (peak.phase, peak.step, True) == ("forward", fact["step"], fact["has_graph"])
+        is_in_it = (peak.phase, peak.step, True) == ("forward", seen["step"], seen["has_graph"])
         # Without a graph, a forward pass holds what few modules have made.
         few = 10 * peak.categories.get("activations", 0) > size or len(modules) < _FEW_MODULES
-        if is_in_it and not few and 2 * size > peak.requested_bytes and not run.facts_of("evaluation_graphs"):
+        if is_in_it and not few and 2 * size > peak.requested_bytes and not run.observed("evaluation_graphs"):
             yield Finding(
                 "graphs_without_backward",
                 "",
@@ -112,7 +112,7 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
                 NO_GRAPHS,
                 device=device,
             )
-    for device, entry in run.devices.items() if run.facts_of("no_op_graphs") else ():
+    for device, entry in run.devices.items() if run.observed("no_op_graphs") else ():
         clip = entry.phases.get("clip")
         size = 0 if clip is None else clip.categories.get("activations", 0)
         if run.is_material(device, size):
@@ -131,7 +131,7 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
 
 def activations_of_earlier_steps(run: Run) -> Iterator[Finding]:
     """Finds activations of an evaluation that recorded graphs, which were live at a peak in a later step."""
-    evaluated_in = {step for _, fact in run.facts_of("evaluations_with_graphs") for step in fact["steps"]}
+    evaluated_in = {step for _, seen in run.observed("evaluations_with_graphs") for step in seen["steps"]}
     for device, entry in run.devices.items():
         peak = entry.peak
         # The program's variables hold the output of one step until the next one replaces it.
@@ -173,20 +173,22 @@ def model_of(module: str) -> tuple[int, str, str]:
 
 def _models_made_in(run: Run) -> dict[str, int]:
     """Returns the step in which each model was made, by its name."""
-    return {model_of(name)[1]: fact["step"] for name, fact in run.facts_of("model_named")}
+    return {model_of(name)[1]: seen["step"] for name, seen in run.observed("model_named")}
 
 
 def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[str, int]) -> dict[str, int]:
-    """Returns the bytes of models that an equal one has followed, by their names, such as `Sequential#2`.
+    """Returns the models that the program has replaced by an equal one and still keeps: their names and bytes.
 
-    Models that were made in the same step as the last one are trained in turn, as those of clients are.
-
-    Models are equal if modules of the same names have parameters of the same size. A model with activations is still
-    trained, as the other part of a pair is.
+    Models are equal if modules of the same names have parameters of the same size. Left out are models that are still
+    trained: those with activations, as the second of a pair, and those that were made in the same step as the last
+    one, as the models of several clients.
 
     Args:
         modules: bytes by category of each module.
         made_in: the step in which each model was made, by its name, as far as known.
+
+    Returns:
+        Bytes by the name of the model, such as `Sequential#2`.
     """
     parts: dict[tuple[int, str], dict[str, int]] = {}
     running: set[tuple[int, str]] = set()
@@ -332,8 +334,8 @@ def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
     """Returns the remedy for growing memory. For per-sample gradients, it depends on who should clear them."""
     if category != "per_sample_gradients":
         return _REMEDY.get(category, _DEFAULT_REMEDY)
-    unowned = [module for module, _ in run.facts_of("unowned_samples") if module in modules]
-    if run.facts_of("public_steps"):
+    unowned = [module for module, _ in run.observed("unowned_samples") if module in modules]
+    if run.observed("public_steps"):
         return (
             "step the optimizer that make_private has returned, and call its zero_grad: the zero_grad of another "
             "optimizer does not free per-sample gradients"
@@ -342,12 +344,12 @@ def _remedy(run: Run, category: str, modules: Mapping[str, int]) -> str:
         return (
             f"the optimizer does not have them, so that its zero_grad leaves them out: {FREEZE.format(some(unowned))}"
         )
-    if not run.facts:  # of a killed process
+    if not run.observations:  # of a killed process
         return (
             "call zero_grad of the optimizer that make_private returns after each of its steps, and give it all "
             "parameters that are trained: it leaves the others out (freeze them before make_private)"
         )
-    if not run.facts_of("zero_grads"):
+    if not run.observed("zero_grads"):
         return f"per-sample gradients are never freed: {ZERO_GRAD}"
     return "something keeps per-sample gradients of each step: look for lists and attributes that hold p.grad_sample"
 

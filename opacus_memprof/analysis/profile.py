@@ -46,7 +46,7 @@ def build_profile(
     error: str | None = None,
     peaks: Mapping[str, LivePeak] | None = None,
     warnings: Iterable[str] = (),
-    facts: Sequence[Mapping[str, Any]] = (),
+    observations: Sequence[Mapping[str, Any]] = (),
     components: Mapping[str, str] | None = None,
     virtual: VirtualGpus | None = None,
     timeline_points: int = TIMELINE_POINTS,
@@ -63,7 +63,7 @@ def build_profile(
         peaks: the live counters' peaks (recording.live.read_peaks()), with the allocator's own counts at the peak, and
             with peaks that a full event file has dropped.
         warnings: sentences about the limits of this profile.
-        facts: observations of hooks (recording.observations.recorded()), for the findings.
+        observations: observations of hooks (recording.observations.recorded()), for the findings.
         components: the user's own rules, regular expression → component; see analysis.components.
         virtual: for a run on virtual GPUs, their description and limits (virtual_gpu.describe_run()); by default the
             data of meta.json, which was written at the start.
@@ -120,7 +120,7 @@ def build_profile(
         ),
         devices=devices,
         components=dict(components or {}),
-        findings=find(Run(devices, by_name, facts, names, failed=status == "failed")),
+        findings=find(Run(devices, by_name, observations, names, failed=status == "failed")),
         warnings=list(dict.fromkeys(messages)),
     )
 

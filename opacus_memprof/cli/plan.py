@@ -206,7 +206,7 @@ def _compare(
         None if searched is None else SearchedArgument(argument=searched.name, low=searched.low, high=searched.high)
     )
     smallest = [] if len(_kinds_of(cells)) == 1 else [report.smallest_content(*each) for each in smallest_gpus(cells)]
-    content = [report.cell_content(cell) for cell in cells]
+    content = [report.plan_cell(cell) for cell in cells]
     report.write_plan(runs, base, search=search, cells=content, smallest_gpus=smallest)
     report.print_cells(cells, searched, console)
     report.print_doubts(profile["warnings"], console)
@@ -268,11 +268,11 @@ def replay_command(
 
 
 def _print_replays(recording: "Recording", replays: "Sequence[Replay]", console: Console) -> None:
-    from opacus_memprof.planning.report import gpu_name, place
+    from opacus_memprof.planning.report import describe_allocation, gpu_name
 
     first = replays[0]
     room = tr(
-        "{directory} on {gpu}, of which it may reserve {size}",
+        "{directory} on {gpu}, where torch may reserve {size}",
         directory=recording.directory,
         gpu=tr_sentence(gpu_name(recording.gpu, recording.memory)),
         size=format_bytes(first.may_reserve),
@@ -293,7 +293,7 @@ def _print_replays(recording: "Recording", replays: "Sequence[Replay]", console:
     console.print(table)
     for result in replays:
         if result.failed is not None:
-            where = place(result.failed["category"], result.failed["module"], result.failed["phase"])
+            where = describe_allocation(result.failed["category"], result.failed["module"], result.failed["phase"])
             failed = tr(
                 "{settings}: memory runs out in step {step}, at {size} for {place}",
                 settings=result.settings or tr("(defaults)"),

@@ -67,7 +67,7 @@ def read_results(directory: Path) -> dict[str, ExperimentResult]:
             continue
         content = read_json(path)
         if content.get("experiment") not in MODES or "breakdown" not in content:
-            raise MemprofError(f"{path} is not an experiment's result: give a directory that has only these")
+            raise MemprofError(f"{path} is not the result of an experiment: give a directory with such results only")
         results[path.stem.removesuffix("_result")] = read_result(path)
     if not results:
         raise MemprofError(f"there is no result in {directory}: run `opacus-memprof experiments` first")

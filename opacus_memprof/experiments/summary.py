@@ -265,7 +265,7 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         tr("{sentences}.", sentences=tr_sentence(MEGABYTE_NOTE)),
         tr("Each breakdown is that of one instant, the run's own peak."),
         tr("Sentences of findings name their own units."),
-        tr("Components and stages are without rounding, which is what the allocator adds to requests."),
+        tr("Components and stages leave out rounding: the bytes that the allocator adds to each request."),
     ]
 
 

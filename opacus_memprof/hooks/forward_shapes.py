@@ -24,7 +24,7 @@ from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 
-_EVALUATIONS = 1000  # of which steps are remembered
+_EVALUATIONS = 1000  # the number of evaluations whose steps are remembered
 
 
 @dataclass

@@ -211,7 +211,7 @@ class _StepHooks:
 
 
 def _between_updates(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a closure, which trains inside of `step` and leaves the phase of what it has done last."""
+    """Wraps the closure of `step`, so that its forward and backward get their own phases and the update follows."""
 
     @wraps(closure)
     def call() -> Any:

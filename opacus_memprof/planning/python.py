@@ -9,7 +9,7 @@ from pathlib import Path
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning import call
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram, Range
-from opacus_memprof.planning.report import cell_content, copy_profile, verdict_content, write_plan
+from opacus_memprof.planning.report import copy_profile, plan_cell, verdict_content, write_plan
 from opacus_memprof.planning.runs import PlannedRuns, open_runs
 from opacus_memprof.planning.table import PlannedCell, fill
 from opacus_memprof.planning.verdict import judge
@@ -100,7 +100,7 @@ def largest_physical_batch(
         assert cell.largest is not None
         copy_profile(runs, cell.answer)
         search = SearchedArgument(argument="physical batch", low=low, high=high)
-        write_plan(runs, cell.configuration, search=search, cells=[cell_content(cell)])
+        write_plan(runs, cell.configuration, search=search, cells=[plan_cell(cell)])
     return cell.largest
 
 

@@ -134,13 +134,13 @@ def view_verdict(verdict: Verdict) -> VerdictView:
             lines.append(_only_just(run))
     else:
         where = f"on {gpu}: {about}{format_bytes(max(-verdict.free_bytes, 0))} too much"
-        lines.append(f"memory ran out at {_place(run)}")
+        lines.append(f"memory ran out at {_describe(run)}")
     if (kind := verdict.predicted_gpu) is not None:
         size = format_bytes(GPUS[kind].total_memory)
         lines.append(f"the smallest GPU with as much: {kind} ({size}), predicted; --gpu all tries it")
     peak = run if run.fits else verdict.whole
     if peak is not None and peak.requested is not None:
-        lines.append(f"its peak of {format_bytes(peak.requested)} is mostly {_place(peak)}")
+        lines.append(f"its peak of {format_bytes(peak.requested)} is mostly {_describe(peak)}")
     return VerdictView(
         outcome="fits" if run.fits else "failed",
         headline="FITS" if run.fits else "DOES NOT FIT",
@@ -187,11 +187,11 @@ def _only_just(run: VirtualRun) -> str:
     return f"only just: torch had to give cached memory back {times} to go on"
 
 
-def _place(run: VirtualRun) -> str:
-    return place(run.category, run.module, run.phase)
+def _describe(run: VirtualRun) -> str:
+    return describe_allocation(run.category, run.module, run.phase)
 
 
-def place(category: str, module: str, phase: str) -> str:
+def describe_allocation(category: str, module: str, phase: str) -> str:
     """Returns what an allocation was for and when: `activations of fc1 in forward`."""
     of_module = f" of {module}" if module else ""
     return f"{category.replace('_', ' ')}{of_module} in {phase.replace('_', ' ')}"
@@ -354,7 +354,7 @@ def draws_content(draws: Draws) -> PlanDraws:
     )
 
 
-def cell_content(cell: PlannedCell) -> PlanCell:
+def plan_cell(cell: PlannedCell) -> PlanCell:
     """Returns an entry of `cells` in plan.json: the largest value that fits with one mode and setting on one GPU."""
     line = cell.line
     return PlanCell(

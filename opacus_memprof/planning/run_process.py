@@ -2,7 +2,7 @@
 """The process of one planned run: `python -m opacus_memprof.planning.run_process CONFIGURATION DIRECTORY`.
 
 Runs a program on a virtual GPU under the profiler, as `opacus-memprof run --virtual-gpu` does. Applies the changes of a
-suggestion, and writes data that the profile does not have into facts.json.
+suggestion, and writes data that the profile does not have into process.json.
 """
 
 import _io
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof import virtual_gpu
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.planning.configuration import PlannedConfiguration, with_number
-from opacus_memprof.planning.virtual_run import FACTS, PROFILE_OF_RUN
+from opacus_memprof.planning.virtual_run import PROCESS_FILE, PROFILE_OF_RUN
 from opacus_memprof.profiles.directory import DEFAULT_MAX_EVENTS, ProfileDirectory
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.recording.startup import AfterImport
@@ -45,8 +45,8 @@ _READ = ("TORCH", "PYTORCH", "CUDA", "TRITON", "NCCL", "OMP", "MKL", "PYTHON", "
 """Beginnings of variables that packages may read when imported."""
 
 
-class RunFacts:
-    """Writes facts.json when the process ends.
+class ProcessData:
+    """Writes process.json when the process ends.
 
     Attributes:
         refused: the reason why the program was not run; "" if it was.
@@ -91,12 +91,12 @@ class RunFacts:
         self._setup = OpacusSetup(self._configuration.changes)
 
     def _write(self) -> None:
-        facts: dict[str, Any] = {"refused": self.refused}
+        data: dict[str, Any] = {"refused": self.refused}
         if self._torch_imported:
-            facts |= self._of_gpu()
+            data |= self._of_gpu()
         if self._setup is not None:
-            facts["poisson"] = self._setup.poisson
-        write_text(self._directory / FACTS, json.dumps(facts) + "\n")
+            data["poisson"] = self._setup.poisson
+        write_text(self._directory / PROCESS_FILE, json.dumps(data) + "\n")
 
     def _of_gpu(self) -> dict[str, Any]:
         import torch
@@ -165,8 +165,8 @@ def main() -> None:
     configuration, directory = PlannedConfiguration.from_json(json.loads(sys.argv[1])), Path(sys.argv[2])
     program = configuration.program
     random.seed(_SEED)
-    # Made first, because the exit handler that writes the facts must run after the recording's own.
-    facts = RunFacts(configuration, directory)
+    # Made first, because the exit handler that writes the data must run after the recording's own.
+    data = ProcessData(configuration, directory)
     try:
         _apply(configuration, directory)
         running = Program(program.target, program.arguments, module=program.module)
@@ -177,7 +177,7 @@ def main() -> None:
             virtual_gpu.simulate_rank(0, ranks, gpus=gpus)
         ProgramRecording(ProfileDirectory(directory / PROFILE_OF_RUN), "cuda", DEFAULT_MAX_EVENTS).record(running)
     except MemprofError as error:
-        facts.refused = str(error)
+        data.refused = str(error)
         sys.exit(error.exit_code)
 
 

@@ -22,7 +22,7 @@ from opacus_memprof.profiles.directory import OOM_REPORTS, PROFILE
 from opacus_memprof.profiles.files import read_object, writing
 
 LOG = "log.txt"
-FACTS = "facts.json"  # data that the process writes when it ends
+PROCESS_FILE = "process.json"  # data that the process writes when it ends
 PROFILE_OF_RUN = "profile"
 PACKAGES = (
     "torch",
@@ -167,7 +167,7 @@ def run_virtually(
 
     Args:
         configuration: the program and its virtual GPU.
-        directory: replaced by the files of this run: profile/, log.txt, facts.json.
+        directory: replaced by the files of this run: profile/, log.txt, process.json.
         threads: number of threads for each library that computes on the CPU; None for the libraries' defaults.
         forked: runs the program, in its environment, instead of a new process.
         processes: starts the new process, and can kill it.
@@ -202,8 +202,8 @@ def run_environment(configuration: PlannedConfiguration, threads: int | None) ->
 
 
 def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
-    facts = read_object(directory / FACTS) if (directory / FACTS).exists() else {}
-    if refused := facts.get("refused"):
+    data = read_object(directory / PROCESS_FILE) if (directory / PROCESS_FILE).exists() else {}
+    if refused := data.get("refused"):
         raise MemprofError(str(refused))
     profile: dict[str, Any] = {}
     with contextlib.suppress(MemprofError):  # there is none if the program has not imported torch, or was killed
@@ -224,20 +224,20 @@ def _read(directory: Path, exit_code: int, seconds: float) -> VirtualRun:
         fits=status == "finished",
         status=status,
         error=profile.get("error") or "",
-        steps=facts.get("steps", 0),
-        samples=facts.get("samples"),
+        steps=data.get("steps", 0),
+        samples=data.get("samples"),
         requested=peak.get("requested_bytes"),
-        reserved=facts.get("reserved") or peak.get("reserved_bytes"),
-        may_reserve=facts.get("may_reserve"),
-        context=facts.get("context"),
-        retries=facts.get("retries", 0),
+        reserved=data.get("reserved") or peak.get("reserved_bytes"),
+        may_reserve=data.get("may_reserve"),
+        context=data.get("context"),
+        retries=data.get("retries", 0),
         category=category,
         module=module,
         phase=phase,
         seconds=seconds,
         directory=str(directory),
         categories={name: size for name, size in peak.get("categories", {}).items() if size},
-        poisson=facts.get("poisson", {}),
+        poisson=data.get("poisson", {}),
     )
 
 

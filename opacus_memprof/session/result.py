@@ -39,7 +39,7 @@ class Result:
         self._directory = directory
         self._started_unix_ns = time.time_ns()
         self._peaks: dict[str, LivePeak] = {}
-        self._facts: list[dict[str, Any]] = []
+        self._observations: list[dict[str, Any]] = []
         self._so_far: tuple[tuple[int, int], Profile] | None = None  # by events written and dropped so far
 
     def read_figures(self) -> None:
@@ -52,7 +52,7 @@ class Result:
             with contain("reading what the GPU is"):
                 observations.record_gpu(torch.cuda.current_device())
         with contain("reading what the hooks have recorded"):
-            self._facts = observations.recorded()
+            self._observations = observations.recorded()
         with contain("reading how many events were written"):
             events = native.events_status()
             if events["error"] and events["dropped"]:
@@ -71,7 +71,7 @@ class Result:
             error=error,
             peaks=self._peaks,
             warnings=self._all_warnings(),
-            facts=self._facts,
+            observations=self._observations,
             virtual=virtual_gpu.describe_run(),
             shapes=None if status == "out_of_memory" else observations.layer_shapes(),
         )

@@ -91,7 +91,7 @@ TEST_F(EventFileTest, WhatFindsNoRoomInMemoryIsAGapAfterWhichTheLiveSetIsKnown) 
       while (held) ::usleep(100);
     };
     calls.live_blocks = [&](EventFile& file) {
-      file.go_on();
+      file.resume();
       went_on = true;
       return live;
     };

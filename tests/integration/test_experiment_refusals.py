@@ -116,7 +116,7 @@ def test_directories_without_results_are_refused(
         (None, "there is no result in"),
         ("{", "cannot be read"),
         ("[]", "is not a JSON object"),
-        ('{"experiment": "hooks"}', "is not an experiment's result"),
+        ('{"experiment": "hooks"}', "is not the result of an experiment"),
         ('{"experiment": "hooks", "breakdown": {}, "format": 2}', "has format 2, and this release reads up to 1"),
         ('{"experiment": "hooks", "breakdown": {}, "format": 1}', "is not the profiler's, because it lacks config"),
     ):

@@ -34,8 +34,8 @@ FAULTS = [
     Fault(
         "matrices_of_the_first_layer",
         "findings.py",
-        'max(facts, key=lambda named_fact: named_fact[1]["bytes"])\n    p, d',
-        "facts[0]\n    p, d",
+        'max(observations, key=lambda named: named[1]["bytes"])\n    p, d',
+        "observations[0]\n    p, d",
         "The matrices of the first layer count as the largest.",
         unit("findings::the_largest_matrices_count"),
         room="analysis",
@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "evaluation_in_any_step",
         "kept_memory.py",
-        '(peak.phase, peak.step) == ("forward", fact["step"])',
+        '(peak.phase, peak.step) == ("forward", seen["step"])',
         'peak.phase == "forward"',
         "The peak of a training step is taken for an evaluation's.",
         unit("findings::an_evaluation_at_the_peak"),
@@ -151,8 +151,8 @@ FAULTS = [
     Fault(
         "modules_that_wait_miss_samples",
         "defects.py",
-        'if not fact["captures"]]',
-        'if fact["captures"]]',
+        'if not seen["captures"]]',
+        'if seen["captures"]]',
         "Modules that wait for a backward are said to be unused.",
         unit("findings::modules_that_wait_for_a_backward_do_not_miss_samples"),
         room="analysis",

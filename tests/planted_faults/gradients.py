@@ -35,7 +35,7 @@ FAULTS = [
     Fault(
         "tied_padding_is_the_first_row",
         "layers/shared.py",
-        "        picked *= has_row[n].unsqueeze(1)\n",
+        "        factor *= has_row[n].unsqueeze(1)\n",
         "",
         "The cross term of tied layers takes padding for the first row.",
         programs("kind_tied_large_padding"),

@@ -124,7 +124,7 @@ FAULTS = [
     Fault(
         "reserved_at_the_peak",
         "virtual_run.py",
-        'facts.get("reserved") or peak.get("reserved_bytes")',
+        'data.get("reserved") or peak.get("reserved_bytes")',
         'peak.get("reserved_bytes")',
         "A run's reserved memory is that at the peak of requested bytes.",
         unit("plan_search::how_a_run_ended"),

@@ -403,7 +403,7 @@ def test_what_is_applied_in_make_private_is_tried_where_it_is_called(mode: str) 
     ],
 )
 def test_how_a_run_ended(exit_code: int, profile: str | None, ran_out: bool, status: str, tmp_path: Path) -> None:
-    (tmp_path / "facts.json").write_text(json.dumps({"steps": 2, "reserved": 9}))
+    (tmp_path / "process.json").write_text(json.dumps({"steps": 2, "reserved": 9}))
     (tmp_path / "profile").mkdir()
     if profile is not None:
         peak = {"requested_bytes": 5, "reserved_bytes": 7, "categories": {"noise": 5}, "phase": "noise"}

@@ -57,7 +57,7 @@ class Memory {
   bool take(int device, std::size_t size);
   void give_back(int device, std::size_t size);
 
-  // Address space that has no memory (cuMemAddressReserve); what is mapped there can be found.
+  // Addresses without memory (cuMemAddressReserve). Memory that is mapped there can be looked up.
   void* reserve_addresses(std::size_t size);
   bool release_addresses(void* address, std::size_t size);
   bool map(void* address, std::size_t size, int device);

@@ -45,7 +45,7 @@ class Communicators {
   std::unordered_map<int, int> split_sizes_;
 };
 
-// Never destroyed, as the machine.
+// Never destroyed, like machine().
 Communicators& communicators();
 
 // The ranks of whatever the calling thread splits next, whatever its color; 0 where that is not

@@ -149,7 +149,7 @@ class FlashClip:
         forward, kind = self.layer.forward, self.layer.module.kind
         sample = self.layer.scale(forward.output_bytes, 1)
         numbers = sample // forward.element_bytes
-        # How many groups GroupNorm has is not known. With one, its kernel would go through all of a sample.
+        # The number of GroupNorm's groups is not known. One is the worst case: its kernel then reads a whole sample.
         if kind == "GroupNorm" and self.in_registers and cost.has_group_norm_kernel(numbers, 1):
             return 0
         features = self.layer.module.weight

@@ -154,9 +154,10 @@ class Call:
 
     def sample_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the output's gradients as [batch, *shape of the output for a batch of one]."""
-        wheres = self.outputs.values()
+        arrangements = self.outputs.values()
         return [
-            g if where is None else where.by_sample(g, self.batch) for g, where in zip(gradients, wheres, strict=True)
+            g if where is None else where.by_sample(g, self.batch)
+            for g, where in zip(gradients, arrangements, strict=True)
         ]
 
 

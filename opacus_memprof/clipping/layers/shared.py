@@ -226,7 +226,7 @@ def squared_norms_of_sum(
         ids = ids.masked_fill(ids == padding, -1)
     cross = cross_products(ids, d, g, a, workspace, f"one token of {linear.layer.describe()}")
     norms = own + 2 * cross.total
-    least = (own + 2 * cross.absolute) * least_share(g, width, width) + cross.picked * (width * least_product(g.dtype))
+    least = (own + 2 * cross.absolute) * least_share(g, width, width) + cross.factors * (width * least_product(g.dtype))
     below = is_below(norms, least)
     if lost is not None:
         lost |= below
@@ -234,17 +234,17 @@ def squared_norms_of_sum(
 
 
 class CrossProducts(NamedTuple):
-    """Sums over the tokens of each sample, [B].
+    """Sums over the tokens of each sample, [B], for the weight gradients G of a linear layer and H of an embedding.
 
     Attributes:
         total: the products `<G, H>`.
         absolute: the absolute values of their terms.
-        picked: the absolute values of one factor of the terms.
+        factors: the absolute values of one of the two factors of each term: G at the embedding's rows.
     """
 
     total: torch.Tensor
     absolute: torch.Tensor
-    picked: torch.Tensor
+    factors: torch.Tensor
 
 
 def cross_products(
@@ -267,11 +267,11 @@ def cross_products(
     unit = ids.shape[1] * (3 * dtype.itemsize + g.element_size()) + cast * dtype.itemsize
     for n, u in workspace.tiles(len(ids), a.shape[1], unit, token):
         rows = ids[n].clamp(min=0).unsqueeze(1).expand(-1, u.stop - u.start, -1)
-        picked = g[n, u].gather(2, rows).to(dtype)
-        picked *= has_row[n].unsqueeze(1)
-        sums.picked[n] += torch.linalg.vector_norm(picked, 1, (1, 2))
-        picked *= torch.bmm(a[n, u].to(dtype), d[n].to(dtype).mT)
-        sums.total[n] += picked.sum((1, 2))
-        sums.absolute[n] += torch.linalg.vector_norm(picked, 1, (1, 2))
-        del picked
+        factor = g[n, u].gather(2, rows).to(dtype)
+        factor *= has_row[n].unsqueeze(1)
+        sums.factors[n] += torch.linalg.vector_norm(factor, 1, (1, 2))
+        factor *= torch.bmm(a[n, u].to(dtype), d[n].to(dtype).mT)
+        sums.total[n] += factor.sum((1, 2))
+        sums.absolute[n] += torch.linalg.vector_norm(factor, 1, (1, 2))
+        del factor
     return sums

@@ -102,14 +102,14 @@ class ExplainedSteps:
         assert call.record is not None
         assert call.random is not None
         output, aliases = alias_leaves(output, [x for x, _ in outputs])
-        wheres = [where for _, where in outputs]
-        call.record.wheres = wheres
+        arrangements = [where for _, where in outputs]
+        call.record.arrangements = arrangements
         call.record.draws = call.random.has_moved()
         call.record.computed_in = None if call.situation is None else call.situation.computed_in
         proof = None if call.situation is None else call.situation.record
         call.record.proof = None if proof is None else (proof, proof.forwards)
         self._records[self.hooks.forward] = call.record
-        return output, list(zip(aliases, wheres, strict=True))
+        return output, list(zip(aliases, arrangements, strict=True))
 
     def begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
         """Called when a backward reaches one of the outputs of a forward."""
@@ -290,6 +290,6 @@ def advice_for_states(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int)
     )
 
 
-def wheres_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:
+def arrangements_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:
     """Returns the position of samples in the outputs of an empty batch, before any other batch has shown it."""
     return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]

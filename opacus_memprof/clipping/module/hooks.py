@@ -38,13 +38,13 @@ from opacus_memprof.clipping.module.calls import (
     Outputs,
     advice_for_states,
     allocated_bytes,
+    arrangements_by_shape,
     batch_size,
     detach_for_two_passes,
     device_of,
     has_parameters_alone,
     one_pass_fits,
     open_objects,
-    wheres_by_shape,
 )
 from opacus_memprof.clipping.proof.batches import (
     alias_cached_tensors,
@@ -449,8 +449,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         hooks.called.update(hooks.trace)
         self.bookkeeping.note_layers(hooks.forward, {layer for layer in hooks.trace if layer is not None})
         tensors = tensors_in(output)
-        wheres = call.situation.wheres if call.situation is not None else wheres_by_shape(tensors, hooks.batch)
-        outputs = [(x, where) for x, where in zip(tensors, wheres, strict=False) if x.requires_grad]
+        arrangements = (
+            call.situation.arrangements if call.situation is not None else arrangements_by_shape(tensors, hooks.batch)
+        )
+        outputs = [(x, where) for x, where in zip(tensors, arrangements, strict=False) if x.requires_grad]
         if not outputs and hooks.trace:
             raise MemprofError(
                 f"no gradient leads from the output of the model (a {type(output).__name__}) to its layers: return "

@@ -111,8 +111,9 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         for name, (low, high) in zip(settings, found[len(numbers) :], strict=True):
             if low < high:
                 raise MemprofError(
-                    f"{name} is {_number(low):g} on a rank, and {_number(high):g} on another one, so that the noise is "
-                    "not the one that all samples need: change it on all ranks alike, and run schedulers on each."
+                    f"{name} is {_number(low):g} on a rank, and {_number(high):g} on another one, so that "
+                    "the ranks would add noise of different sizes: change it on all ranks alike, and run schedulers on "
+                    "each."
                 )
         if names[0] < names[1]:
             raise MemprofError(

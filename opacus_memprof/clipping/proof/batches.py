@@ -131,7 +131,7 @@ def alias_cached_tensors(output: Any) -> list[torch.Tensor]:
 
 def cotangents(
     outputs: list[torch.Tensor],
-    wheres: list[Arrangement | None],
+    arrangements: list[Arrangement | None],
     drawn: int,
     weights: torch.Tensor,
     with_shared: bool,
@@ -141,14 +141,14 @@ def cotangents(
 
     Args:
         outputs: differentiable outputs.
-        wheres: the position of samples in each output; None for outputs that all samples share, such as a loss.
+        arrangements: the position of samples in each output; None for outputs that all samples share, such as a loss.
         drawn: the number of samples for which numbers are drawn.
         weights: the factors of the samples' gradients, [B].
         with_shared: whether outputs that all samples share get a gradient other than zero.
         places: which of the drawn samples a smaller batch has, in order; None for the first.
     """
     found = []
-    for i, (output, where) in enumerate(zip(outputs, wheres, strict=True)):
+    for i, (output, where) in enumerate(zip(outputs, arrangements, strict=True)):
         generator = torch.Generator(output.device).manual_seed(1000 + i)
         if where is None and not with_shared:
             found.append(torch.zeros_like(output))

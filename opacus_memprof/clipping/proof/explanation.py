@@ -52,7 +52,7 @@ class RecordedForward:
         random: the initial state of the random number generators.
         state: the initial state of the module.
         autocast: device type, dtype and whether autocast was enabled.
-        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
         computed_in: the coarsest dtype in which the module computes; None if that is not known.
@@ -67,7 +67,7 @@ class RecordedForward:
     random: RandomState
     state: ModuleState
     autocast: tuple[str, torch.dtype, bool]
-    wheres: list[Arrangement | None] = field(default_factory=list)
+    arrangements: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
     computed_in: torch.dtype | None = None
@@ -104,7 +104,7 @@ class RecordedForward:
             parts: the number of parts of the batch, one after the other, if it can be split.
         """
         # Samples are independent, so the batch can be split, unless its parts would draw other random numbers.
-        is_one = self.draws or any(self.wheres[i] is None for i in self.gradients)
+        is_one = self.draws or any(self.arrangements[i] is None for i in self.gradients)
         size = self.batch if is_one else -(-self.batch // parts)
         for n in slices(self.batch, max(1, size)):
             self._add_part(n, total, weights)
@@ -131,7 +131,7 @@ class RecordedForward:
         outputs, given = [], []
         for place, gradient in self.gradients.items():
             outputs.append(tensors[place])
-            given.append(self._gradient(gradient, self.wheres[place], n, tensors[place], weights))
+            given.append(self._gradient(gradient, self.arrangements[place], n, tensors[place], weights))
         add_gradients(outputs, given, total)
 
     def _gradient(
@@ -264,7 +264,7 @@ def check_explained(
     Raises:
         MemprofError: they differ.
     """
-    if each.factors is not None and any(f.wheres[place] is None for f in recorded for place in f.gradients):
+    if each.factors is not None and any(f.arrangements[place] is None for f in recorded for place in f.gradients):
         return  # already clipped sums of a loss that all samples share: samples cannot be distinguished
     weights = torch.ones(each.batch_size) if each.factors is None else each.factors.detach()
 

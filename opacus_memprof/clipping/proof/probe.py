@@ -65,7 +65,7 @@ class Probe(SampleForwards):
 
     Attributes:
         refuses_writes: whether a forward that writes to parameters is refused. FSDP2's own forward does.
-        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         computed_in: the coarsest dtype in which the model computes with its inputs; None if that is not known.
     """
 
@@ -81,7 +81,7 @@ class Probe(SampleForwards):
     ) -> None:
         super().__init__(model, hooks, args, kwargs, run_model)
         self.registry, self.attach = registry, attach
-        self.wheres: list[Arrangement | None] = []
+        self.arrangements: list[Arrangement | None] = []
         self.refuses_writes = False
         self.computed_in: torch.dtype | None = None
         self._inside = set(model.modules())
@@ -208,7 +208,7 @@ class Probe(SampleForwards):
         used = forwards[0].used_parameters
         layers = self.registry.layers()
         unsuitable = [layer for layer in layers if any(id(p) in used for p in layer.seen_parameters())]
-        self.wheres = self._find_outputs([each.outputs for each in forwards])
+        self.arrangements = self._find_outputs([each.outputs for each in forwards])
         if not unsuitable:
             unsuitable = self._choose_ways(forwards[0].observations, found)
         new = [layer for layer, w in found.items() if _is_shared(layer, w) and layer not in shared]

@@ -38,7 +38,7 @@ class Program:
         drawn: the number of samples for which gradients of outputs are drawn; larger than `batch` for a part of a
             batch.
         random: the initial state of the random number generators.
-        wheres: the position of samples in the output's tensors.
+        arrangements: the position of samples in the output's tensors.
         trained: names of the trained parameters.
         leaves_caches_out: whether tensors in caches of keys and values get no gradients, as a loss that uses them is
             refused.
@@ -54,7 +54,7 @@ class Program:
     batch: int
     drawn: int
     random: RandomState
-    wheres: list[Arrangement | None]
+    arrangements: list[Arrangement | None]
     trained: dict[nn.Parameter, str]
     leaves_caches_out: bool = False
     computed_in: torch.dtype | None = None
@@ -103,7 +103,7 @@ class ProgramRuns:
         self._given: list[Any] = []  # the arguments of the last forward
         self._tensors: list[torch.Tensor] = []  # its outputs that have gradients, those in caches included
 
-    def changed(
+    def run_with_others(
         self,
         run: Callable[[list[Any], Any, torch.Tensor, bool], _Recorded],
         leaves: list[Any],
@@ -137,29 +137,29 @@ class ProgramRuns:
         computed_in = self.program.computed_in
         recorder = RowRecorder(self.workspace, computed_in)
         with self.running(recorder) as trace:
-            outputs, wheres = self.outputs(leaves, structure)
+            outputs, arrangements = self.outputs(leaves, structure)
             trace = list(trace)  # backward adds layers that checkpoints run again
             patterns = self._patterns()
             batch, random = self.program.batch, self.program.random
             end = random.later()
             draws, draws_outside = not random.is_same(end), not random.is_same_outside_torch(end)
-            known = [w.by_sample(o, batch) for o, w in zip(outputs, wheres, strict=True) if w is not None]
+            known = [w.by_sample(o, batch) for o, w in zip(outputs, arrangements, strict=True) if w is not None]
             rows = [Rows.of(x, computed_in) for x in known]
             drawn, places = self.program.drawn, self.program.places
-            given = cotangents(outputs, wheres, drawn, kept.to(torch.float64), shared, places)
+            given = cotangents(outputs, arrangements, drawn, kept.to(torch.float64), shared, places)
             torch.autograd.backward(outputs, given)
-        return Run(batch, rows, None in wheres, shared, draws, draws_outside, end, recorder, trace, patterns)
+        return Run(batch, rows, None in arrangements, shared, draws, draws_outside, end, recorder, trace, patterns)
 
     def record(self, leaves: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> ManyRecorder:
         """Does the same as `backward`, with a recorder for many samples."""
         batch = self.program.batch
         recorder = ManyRecorder(self.workspace, batch, self.program.computed_in)
         with self.running(recorder):
-            outputs, wheres = self.outputs(leaves, structure)
-            for output, where in zip(outputs, wheres, strict=True):
+            outputs, arrangements = self.outputs(leaves, structure)
+            for output, where in zip(outputs, arrangements, strict=True):
                 if where is not None:
                     recorder.note(None, "output", where.by_sample(output, batch))
-            given = cotangents(outputs, wheres, self.program.drawn, kept.to(torch.float64), shared)
+            given = cotangents(outputs, arrangements, self.program.drawn, kept.to(torch.float64), shared)
             torch.autograd.backward(outputs, given)
         return recorder
 
@@ -177,14 +177,14 @@ class ProgramRuns:
         args, kwargs = tree_unflatten(self._given, structure)
         output = self.program.run(args, kwargs)
         tensors = tensors_in(output)
-        if len(tensors) != len(self.program.wheres):
+        if len(tensors) != len(self.program.arrangements):
             raise MixingError(
                 "the number of tensors that the model returns depends on its inputs, so that it cannot be seen which "
                 "sample they belong to: return the same outputs for every batch."
             )
         pairs = [
             (o, w)
-            for o, w in zip(tensors, self.program.wheres, strict=True)
+            for o, w in zip(tensors, self.program.arrangements, strict=True)
             if o.requires_grad and (o.is_floating_point() or o.is_complex())
         ]
         self._tensors = [o for o, _ in pairs]

@@ -123,7 +123,7 @@ class Prover(ProgramRuns):
             if batch > 1 and bool(kept.all()):
                 continue
             shared = len(bases) == 1 or (i // 2) % 2 == 0
-            other = self.changed(self.backward, leaves, structure, kept, variant, i, shared)
+            other = self.run_with_others(self.backward, leaves, structure, kept, variant, i, shared)
             again = partial(self.backward, leaves, structure, whole, shared)
             doubts = bases[shared].compare(other, kept, not (shared and other.has_shared), again)
             if doubts:
@@ -150,14 +150,14 @@ class Prover(ProgramRuns):
         leaves, structure = self.program.leaves()
         plans = halves(self.program.batch)
         first = 2 * digit % len(plans)
-        wheres = self.program.wheres
-        shared = digit % 2 == 0 or None not in wheres or not any(wheres)
+        arrangements = self.program.arrangements
+        shared = digit % 2 == 0 or None not in arrangements or not any(arrangements)
         whole = torch.ones(self.program.batch, dtype=torch.bool)
         base = self.record(leaves, structure, whole, shared)
         for i in (first, first + 1):
             kept = torch.tensor(plans[i])
-            other = self.changed(self.record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
-            no_leak = not (shared and None in wheres)
+            other = self.run_with_others(self.record, leaves, structure, kept, (i + digit) % VARIANTS, digit, shared)
+            no_leak = not (shared and None in arrangements)
             if not agree(base, other, kept, no_leak):
                 again = self.record(leaves, structure, whole, shared)
                 if not agree(base, other, kept, no_leak, again):
@@ -188,7 +188,7 @@ class Prover(ProgramRuns):
 
         kept = torch.zeros(self.program.batch, dtype=torch.bool)
         own = after(leaves, structure, kept, True)
-        other = self.changed(after, leaves, structure, kept, 0, 0, True)
+        other = self.run_with_others(after, leaves, structure, kept, 0, 0, True)
         for (name, a), (_, b) in zip(own, other, strict=True):
             if a.shape == b.shape and close(b, a):
                 continue
@@ -279,7 +279,7 @@ class Prover(ProgramRuns):
         """
         program, generator = self.program, torch.Generator().manual_seed(7)
         weights = torch.rand(program.batch, generator=generator, dtype=torch.float64) + 0.5
-        if None in program.wheres:  # data that all samples share has no weights
+        if None in program.arrangements:  # data that all samples share has no weights
             return self._sums(torch.ones_like(weights))
         doubts = self._sums(weights)
         if doubts and self.is_finite:
@@ -294,8 +294,8 @@ class Prover(ProgramRuns):
         leaves, structure = program.leaves()
         recorder = SumRecorder(self.workspace, weights)
         with self.running(recorder):
-            outputs, wheres = self.outputs(leaves, structure)
-            torch.autograd.backward(outputs, cotangents(outputs, wheres, program.drawn, whole, True))
+            outputs, arrangements = self.outputs(leaves, structure)
+            torch.autograd.backward(outputs, cotangents(outputs, arrangements, program.drawn, whole, True))
         device = program.random.device_type()
         if torch.is_autocast_enabled(device):
             for own in recorder.sums.values():
@@ -313,8 +313,8 @@ class Prover(ProgramRuns):
     def _autograd(self, leaves: list[Any], structure: Any, weights: torch.Tensor) -> GradientSums:
         program = self.program
         with self.running(RowRecorder(self.workspace)), program.hooks.off():
-            outputs, wheres = self.outputs(leaves, structure)
-            given = cotangents(outputs, wheres, program.drawn, weights, True)
+            outputs, arrangements = self.outputs(leaves, structure)
+            given = cotangents(outputs, arrangements, program.drawn, weights, True)
             total: GradientSums = dict.fromkeys(program.trained)
             add_gradients(outputs, given, total)
             return total

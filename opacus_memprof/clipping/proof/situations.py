@@ -58,7 +58,7 @@ class Situation:
     Attributes:
         layouts: the position of samples in the tensors of layers.
         plain: the PlainLayers, by module.
-        wheres: the position of samples in the output's tensors; None for tensors that all samples share.
+        arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         computed_in: the coarsest dtype in which the model computes with its inputs; None if that is not known.
         traces: the orders of layer calls that are proved; see `order_of`.
         patterns: the patterns of proved forwards' autograd graphs, from their outputs; see `graph_patterns`.
@@ -73,7 +73,7 @@ class Situation:
 
     layouts: dict[Layer, Layout]
     plain: dict[nn.Module, PlainLayer]
-    wheres: list[Arrangement | None]
+    arrangements: list[Arrangement | None]
     computed_in: torch.dtype | None = None
     traces: list[Order] = field(default_factory=list)
     patterns: set[int] = field(default_factory=set)
@@ -264,7 +264,7 @@ class Situations:
         layouts = probe.layouts()
         plain = plain_layers(self.units.at, layouts)
         self.hooks.layouts, self.hooks.plain = layouts, plain
-        return Situation(layouts, plain, probe.wheres)
+        return Situation(layouts, plain, probe.arrangements)
 
     def _doubts(self, probe: Probe, situation: Situation, random: RandomState) -> list[Doubt]:
         count = max(self.hooks.batch, _LEAST)
@@ -321,8 +321,10 @@ class Situations:
         random: RandomState,
         situation: Situation,
     ) -> Prover:
-        wheres, trained, leaves_caches_out = situation.wheres, self.trained, bool(situation.repeats())
-        program = Program(entry, run, self.hooks, *given, batch, batch, random, wheres, trained, leaves_caches_out)
+        arrangements, trained, leaves_caches_out = situation.arrangements, self.trained, bool(situation.repeats())
+        program = Program(
+            entry, run, self.hooks, *given, batch, batch, random, arrangements, trained, leaves_caches_out
+        )
         program.computed_in = situation.computed_in
         return Prover(program, self.workspace)
 

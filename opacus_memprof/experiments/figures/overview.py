@@ -88,9 +88,9 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
-    """Draws a line for each combination of the other sizes.
+    """Draws the memory over one size of the grid, such as the batch size: a line for each choice of the others.
 
-    Colours stand for the size with most values, markers for the next, dashes for the last.
+    Colours tell the values of the size that has most of them, markers those of the next one, dashes those of the last.
     """
     ordered = sorted(others, key=lambda other: -len(others[other]))
     styles = {other: _line_styles(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
