@@ -174,7 +174,7 @@ namespace {
 // many it has removed.
 template <typename Row>
 std::size_t keep_ends_and_highest(std::vector<Row>& rows, std::size_t count,
-                     ReplayResult::Instant Row::*instant) {
+                                  ReplayResult::Instant Row::*instant) {
   if (rows.size() <= count) return 0;
   const auto third = static_cast<std::ptrdiff_t>(count / 3);
   const auto middle = rows.begin() + third;
@@ -206,7 +206,8 @@ void Survey::choose_snapshots(DeviceState& device) {
 
 void Survey::choose_steps(DeviceState& device) {
   std::vector<StepRow>& rows = device.steps;
-  device.result.steps_left_out = keep_ends_and_highest(rows, ReplayResult::kMaxSteps, &StepRow::peak);
+  device.result.steps_left_out =
+      keep_ends_and_highest(rows, ReplayResult::kMaxSteps, &StepRow::peak);
   for (const StepRow& row : rows) {
     ReplayResult::Step& step = device.result.steps.emplace_back();
     step.number = row.number;

@@ -180,8 +180,8 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[st
     """Returns the models that the program has replaced by an equal one and still keeps: their names and bytes.
 
     Models are equal if modules of the same names have parameters of the same size. Left out are models that are still
-    trained: those with activations, as the second of a pair, and those that were made in the same step as the last
-    one, as the models of several clients.
+    trained: models with activations, as the second of a pair, and models that were made in the same step as the last
+    one, as for several clients.
 
     Args:
         modules: bytes by category of each module.

@@ -183,7 +183,7 @@ def test_cuda_malloc_async_backend() -> None:
     )
 
 
-def test_an_allocator_that_somebody_else_installed_first_is_wrapped_or_refused_in_a_sentence() -> None:
+def test_an_earlier_foreign_allocator_is_wrapped_or_refused() -> None:
     run("""
         first = torch.empty(10, device="cuda")
         opacus_memprof.install()

@@ -392,7 +392,7 @@ def test_a_batch_that_is_only_looked_at_leaves_the_steps_to_their_parts() -> Non
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "step"])
-def test_a_part_whose_error_the_loop_swallows_is_no_part_of_another_batch(fails_in: str) -> None:
+def test_a_part_with_a_swallowed_error_joins_no_other_batch(fails_in: str) -> None:
     """Its flag would be the next part's, and so on, so that a sum would have parts of two logical batches."""
     module, optimizer, manager, _ = _split()
     with manager as parts:
@@ -431,7 +431,7 @@ def test_parts_that_are_read_ahead_are_not_refused(prefetches: str) -> None:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("later", [BOUND / 4, 4 * BOUND])
-def test_a_bound_that_changes_between_backward_and_step_is_that_of_sum_and_noise(passes: int, later: float) -> None:
+def test_a_bound_changed_before_step_holds_for_sum_and_noise(passes: int, later: float) -> None:
     """One pass clips in the step, and two passes have clipped in backward."""
     module, optimizer = private(noise_multiplier=2.0, flash_clip_passes=passes)
     backward(module, 3)

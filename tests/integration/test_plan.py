@@ -203,7 +203,7 @@ def test_a_failure_before_torch_is_the_program_s_own(
 
 
 @pytest.mark.slow
-def test_a_training_that_decides_by_unknown_values_is_named_and_can_be_fixed(tmp_path: Path) -> None:
+def test_a_decision_by_unknown_values_is_named(tmp_path: Path) -> None:
     script = SCRIPTS / "train_deciding.py"
     line = next(i for i, text in enumerate(script.read_text().splitlines(), 1) if "bool(" in text)
     asked = plan(tmp_path / "unknown", script)

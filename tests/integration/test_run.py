@@ -217,7 +217,7 @@ def test_a_script_without_torch(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_longer_than_the_bound_keeps_its_peak_and_its_end(tmp_path: Path) -> None:
+def test_a_run_beyond_the_bound_keeps_its_peak_and_end(tmp_path: Path) -> None:
     completed = python(*RUN, "-o", tmp_path / "out", "--max-events", "50", TRAIN, "--steps", "12")
     assert completed.returncode == 0
     assert losses(completed.stdout) == losses(plain(TRAIN, "--steps", "12").stdout)

@@ -121,7 +121,7 @@ def test_higher_order_operators_work_without_a_compiler() -> None:
     assert found["dtensor"]["reads"] == []
 
 
-def test_what_kernels_of_triton_write_is_unknown_and_what_they_read_is_not() -> None:
+def test_what_triton_kernels_write_is_unknown() -> None:
     found = run("kernels", python=(sys.executable,))["kernels"]
     assert found == {
         "added": [True, False, False],

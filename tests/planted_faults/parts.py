@@ -77,7 +77,7 @@ FAULTS = [
         "left_part = self._parts.begin_step(self._module.layer_hooks.forward)\n",
         "left_part = None\n",
         "A sum has parts of two logical batches where a loop has gone past a part without its step.",
-        integration(f"{_NET}::a_part_whose_error_the_loop_swallows_is_no_part_of_another_batch"),
+        integration(f"{_NET}::a_part_with_a_swallowed_error_joins_no_other_batch"),
     ),
     Fault(
         "parts_read_ahead_are_left",

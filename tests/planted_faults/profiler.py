@@ -370,7 +370,7 @@ FAULTS = [
         "gradient.data_ptr() != parameter.summed_grad.data_ptr()",
         "gradient is not parameter.summed_grad",
         "A gradient that is a view of the sum is said to be replaced.",
-        unit("hooks::gradients_that_noise_replaces_are_noted_once_and_not_where_they_are_the_sum"),
+        unit("hooks::gradients_that_noise_replaces_are_noted_once"),
         room="hooks",
     ),
     Fault(
@@ -379,7 +379,7 @@ FAULTS = [
         "    _noise_optimizers.add(optimizer)\n",
         "",
         "Gradients are noted in each step, which costs time.",
-        unit("hooks::gradients_that_noise_replaces_are_noted_once_and_not_where_they_are_the_sum"),
+        unit("hooks::gradients_that_noise_replaces_are_noted_once"),
         room="hooks",
     ),
 ]

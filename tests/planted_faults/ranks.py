@@ -312,7 +312,7 @@ FAULTS = [
         "while idle_checks < 2 and",
         "while idle_checks < 1 and",
         "A program ends while a thread is about to run.",
-        unit("virtual_devices::the_end_waits_for_two_moments_without_a_thread_and_a_fork_not_at_all"),
+        unit("virtual_devices::the_end_waits_briefly_and_a_fork_not_at_all"),
         room="virtual_gpu",
     ),
     Fault(
@@ -330,7 +330,7 @@ FAULTS = [
         "    if os.getpid() != pid:\n        return",
         "    if os.getpid() != pid:\n        pass",
         "A forked child waits for threads that it does not have.",
-        unit("virtual_devices::the_end_waits_for_two_moments_without_a_thread_and_a_fork_not_at_all"),
+        unit("virtual_devices::the_end_waits_briefly_and_a_fork_not_at_all"),
         room="virtual_gpu",
     ),
     Fault(

@@ -127,7 +127,7 @@ FAULTS = [
         'for mark in item.iter_markers("limit_gpu_memory"):',
         'for mark in [*item.iter_markers("limit_gpu_memory")][:1]:',
         "Of several limits of a test one is checked.",
-        plugin("limits::each_limit_of_a_test_is_checked_and_small_categories_are_added_up"),
+        plugin("limits::each_limit_is_checked_and_small_categories_are_summed"),
         room="pytest_plugin",
     ),
     Fault(
@@ -136,7 +136,7 @@ FAULTS = [
         "sum(size for _, size in ranked[_TOP:])",
         "sum(size for _, size in ranked[:_TOP])",
         "The size of small categories together is that of the largest ones.",
-        plugin("limits::each_limit_of_a_test_is_checked_and_small_categories_are_added_up"),
+        plugin("limits::each_limit_is_checked_and_small_categories_are_summed"),
         room="pytest_plugin",
     ),
     Fault(

@@ -175,7 +175,7 @@ def test_a_leak_is_said_to_be_its_module_s() -> None:
     assert check_leaks(item, [leaked, {**leaked, "device": "cuda:0"}]) is None  # as much on each device
 
 
-def test_each_limit_of_a_test_is_checked_and_small_categories_are_added_up() -> None:
+def test_each_limit_is_checked_and_small_categories_are_summed() -> None:
     marks = [pytest.mark.limit_gpu_memory(size).mark for size in ("1 GB", "2 MiB")]
     item: Any = SimpleNamespace(iter_markers=lambda name: marks, get_closest_marker=lambda name: None)
     sizes = {f"category{n}": n << 20 for n in range(1, 8)}

@@ -285,7 +285,7 @@ def test_a_peak_after_the_file_was_full_is_the_counters(tmp_path: Path) -> None:
     assert any("5000" in warning and "1750" in warning for warning in profile["warnings"])
 
 
-def test_a_device_that_comes_after_the_file_was_full_has_the_counters_peak(tmp_path: Path) -> None:
+def test_a_late_device_has_the_counters_peak(tmp_path: Path) -> None:
     file = EventFile(dropped=40).add("alloc", 0x1000, 10, "noise", device=0)
     place = {"index": 3, "name": "end", "unix_ns": 77, "step": 8, "logical_step": 2}
     counts = {"requested_bytes": 30, "categories": {"noise": 30, "inputs": 0}}

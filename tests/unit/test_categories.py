@@ -21,7 +21,7 @@ def test_the_core_has_the_categories_that_the_table_says() -> None:
     assert len(BY_NAME) == len(CATEGORIES)
 
 
-def test_a_category_that_the_core_does_not_know_has_its_id_before_any_hook_is_imported() -> None:
+def test_python_s_own_categories_have_ids_before_hooks_are_imported() -> None:
     first = len(core.BUILTIN_CATEGORIES)
     assert native.names()["categories"][first : first + len(NOT_IN_CORE)] == list(NOT_IN_CORE)
 

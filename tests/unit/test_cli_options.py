@@ -161,7 +161,7 @@ def test_every_command_stands_in_a_panel_of_the_help() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "experiment", "experiments", "sweep", "single-gpu"])
-def test_every_option_of_a_command_with_many_stands_in_a_panel_of_its_help(command: str) -> None:
+def test_options_of_large_commands_stand_in_panels(command: str) -> None:
     panels: dict[str, set[str]] = {}
     for option in COMMANDS.commands[command].params:
         if option.param_type_name == "option" and option.name != "module":

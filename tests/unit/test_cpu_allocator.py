@@ -43,7 +43,7 @@ def test_another_allocator_may_come_later() -> None:
         replace(torchs)
 
 
-def test_a_storage_that_kept_our_allocator_gets_torchs_blocks_once_it_is_out() -> None:
+def test_a_storage_with_our_allocator_gets_torchs_blocks_after_it() -> None:
     """FSDP1 resizes the storage of its flat parameter at every step."""
     native.cpu_install()
     flat = torch.empty(1000)

@@ -54,7 +54,7 @@ def test_an_earlier_profile_stays_until_it_is_cleared(tmp_path: Path) -> None:
     claimed.release()
 
 
-def test_the_reports_of_a_profile_that_has_gone_stay_and_are_in_nobody_s_way(tmp_path: Path) -> None:
+def test_reports_outlive_their_profile(tmp_path: Path) -> None:
     reports = {"memprof.html": b"<", "memprof-cuda0-dark.png": b"P"}
     write(tmp_path, PROFILE | reports)
     for _ in range(2):

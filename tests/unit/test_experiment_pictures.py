@@ -123,7 +123,7 @@ def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
     assert "+0.00 MB against vanilla" not in text
 
 
-def test_captures_that_autograd_holds_as_well_are_told_from_those_of_opacus_alone() -> None:
+def test_captures_of_opacus_alone_are_told_apart() -> None:
     hooks = result("hooks", {"activation_hooks": 10, "model_parameters": 10})
     hooks["peak"]["activation_hooks"] = {"shared_with_autograd": 7 * MIB, "opacus_only": 3 * MIB}
     lines = summary.summary_text(rows_by_mode({"v": VANILLA, "h": hooks})).splitlines()
@@ -274,9 +274,7 @@ def strip(panel: Any) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def test_phases_have_a_strip_and_what_is_idle_within_a_backward_belongs_to_it(
-    figures: list[Any], tmp_path: Path
-) -> None:
+def test_idle_gaps_in_a_backward_belong_to_its_phase(figures: list[Any], tmp_path: Path) -> None:
     interrupted = result("hooks", {"model_parameters": 8})
     interrupted["timeline"] |= {
         "event": [20, 22, 24, 26, 28, 30, 32],
@@ -466,9 +464,7 @@ def test_one_result_and_twenty(count: int, figures: list[Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("count", [8, 9, 54])
-def test_no_label_is_on_another_or_on_a_point_and_the_list_has_all(
-    count: int, figures: list[Any], tmp_path: Path
-) -> None:
+def test_labels_do_not_overlap_and_the_list_has_all(count: int, figures: list[Any], tmp_path: Path) -> None:
     """Of methods whose runs lie beside one another."""
     found = {
         f"c{n}": result("ghost", {"activations": 4000 + 400 * (n % 6) + 7 * (n % 5)}, 700.0 + 80 * (n % 6) + n % 7)
@@ -515,7 +511,7 @@ def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures:
         assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, text
 
 
-def test_next_to_no_overhead_looks_like_it_and_the_black_line_is_explained(figures: list[Any], tmp_path: Path) -> None:
+def test_small_overheads_look_small_and_the_black_line_is_explained(figures: list[Any], tmp_path: Path) -> None:
     """4 bytes more than vanilla are no bar of the panel's width."""
     slightly = result("flash_clip", {"model_parameters": 10, "activations": 30, "gradients": 2})
     slightly["peak"]["categories"]["noise"] = 4

@@ -187,9 +187,7 @@ def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path
         ("devices", "cuda:0", "phases", "forward", "categories"),
     ],
 )
-def test_a_profile_that_lacks_what_the_format_has_is_refused_in_a_sentence(
-    directory: Path, keys: tuple[str, ...]
-) -> None:
+def test_a_profile_that_lacks_fields_is_refused(directory: Path, keys: tuple[str, ...]) -> None:
     profile = part = json.loads((directory / "profile.json").read_text())
     for key in keys[:-1]:
         part = part[key]

@@ -351,7 +351,7 @@ def test_the_names_of_the_program_are_those_where_it_trains() -> None:
     assert shapes.program == parts
 
 
-def test_gradients_that_noise_replaces_are_noted_once_and_not_where_they_are_the_sum() -> None:
+def test_gradients_that_noise_replaces_are_noted_once() -> None:
     observations.clear()
     replaced, shared = parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 200)]
     for parameter in parameters:

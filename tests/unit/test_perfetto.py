@@ -144,7 +144,7 @@ def test_every_packet_is_on_a_described_track(parsed: Parsed) -> None:
     assert units == {proto.CounterDescriptor.UNIT_SIZE_BYTES}
 
 
-def test_a_snapshot_before_the_start_by_a_clock_that_was_set_back_is_at_the_start(tmp_path: Path) -> None:
+def test_a_snapshot_before_the_start_is_moved_to_it(tmp_path: Path) -> None:
     file = event_files.EventFile(dropped=1).add("alloc", 64, 100, "gradients")
     line = {"index": 3, "name": "late", "unix_ns": event_files.START - 5 * 10**9, "step": 1, "logical_step": 1}
     devices = {"cuda:0": {"requested_bytes": 70, "categories": {"noise": 70}}}

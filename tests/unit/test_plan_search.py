@@ -304,7 +304,7 @@ def test_a_single_sample_is_tried_where_the_mean_does_not_fit() -> None:
     assert assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None).fits == 1
 
 
-def test_where_all_fits_the_search_ends_at_the_largest_batch_that_is_likely() -> None:
+def test_the_search_ends_at_the_largest_likely_batch() -> None:
     configuration = PlannedConfiguration(PlannedProgram("train.py"), "1")
     run = cast(VirtualRun, SimpleNamespace(fits=True, poisson={"samples": 1000, "rate": 0.1}))
     draws = assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None)

@@ -83,7 +83,7 @@ def test_always_checks_everything_in_each_step(step: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "is_far"), [(torch.float32, False), (torch.float64, True)])
-def test_a_unit_of_relu_may_change_its_sign_in_a_batch_of_another_size(dtype: torch.dtype, is_far: bool) -> None:
+def test_relu_may_change_sign_in_a_batch_of_another_size(dtype: torch.dtype, is_far: bool) -> None:
     whole = torch.randn(64, 2048, dtype=dtype, generator=torch.Generator().manual_seed(0))
     whole[3, 7] = 1  # of a norm of 45
     alone = whole.clone()

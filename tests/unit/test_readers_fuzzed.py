@@ -209,7 +209,7 @@ def test_damaged_json_beside_profiles(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ["[1]", "3", "null", "[" * 200_000, '"text"'])
-def test_a_row_of_a_data_set_that_is_not_an_object_is_one_sentence(row: str, tmp_path: Path) -> None:
+def test_a_row_that_is_not_an_object_is_refused(row: str, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(row)
     with pytest.raises(MemprofError, match=r"(lacks what is needed|cannot be read)"):
         _read_texts(tmp_path / "texts.jsonl", BASE)

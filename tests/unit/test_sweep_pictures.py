@@ -93,9 +93,7 @@ def test_nothing_was_measured(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2 * 7
 
 
-def test_every_picture_counts_in_the_unit_of_the_results_and_names_it_and_the_virtual_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_picture_names_its_unit_and_the_virtual_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[str, list[str]]] = []
 
     def keep_texts(figure: Any, path: Path, **options: Any) -> None:
@@ -160,7 +158,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return kept
 
 
-def test_two_rows_of_operations_lose_no_entry_of_the_legend_and_no_tick(figures: list[Any], tmp_path: Path) -> None:
+def test_two_rows_of_operations_keep_legend_and_ticks(figures: list[Any], tmp_path: Path) -> None:
     from opacus_memprof.profiles.categories import REPORTED
 
     rows = [a_row(cell.name, cell.label, finished(cell.configuration)) for cell in CELLS[:2]]

@@ -35,7 +35,7 @@ def test_runs_that_are_added_later_count() -> None:
     assert "1/3 runs," in text.getvalue()
 
 
-def test_no_time_left_is_claimed_when_all_runs_ended_or_one_takes_long() -> None:
+def test_no_time_left_is_claimed_when_it_is_unknown() -> None:
     text = io.StringIO()
     now = 0.0
     with ProgressBoard(Console(file=text, width=200, get_time=lambda: now), "runs", 2) as board:

@@ -170,7 +170,7 @@ def test_growth_between_checkpoints_is_held_against_the_threshold() -> None:
     assert grown(("a", 0.0), ("b", 300.0), ("c", 310.0), ("d", 700.0)) == [('"a" to "b"', 300), ('"b" to "d"', 400)]
 
 
-def test_points_of_a_step_are_held_against_the_same_point_of_the_step_before() -> None:
+def test_points_are_compared_with_those_of_the_step_before() -> None:
     step = [("forward", 500.0), ("backward", 900.0), ("end", 100.0)]
     assert grown(("start", 450.0), *step, *step, *step) == [('"start" to "backward"', 450)]
     assert grown(*step[:1], *step[2:], *step[:1], ("end", 350.0)) == [('"end" to "end"', 250)]

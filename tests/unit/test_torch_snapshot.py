@@ -282,7 +282,7 @@ def test_what_a_stack_tells(stack: list[Entry], expected: Purpose) -> None:
     assert purposes(frames, range(-1, len(frames)), range(-1, len(frames)))[-1] == expected
 
 
-def test_the_profile_is_beside_the_file_and_made_again_for_a_newer_one(tmp_path: Path) -> None:
+def test_the_profile_is_beside_the_file_and_follows_it(tmp_path: Path) -> None:
     path = one_step(context_all=True).write(tmp_path / "run.pickle")
     assert profile_of(path) == tmp_path / "run.memprof"
     made = (tmp_path / "run.memprof" / "profile.json").stat().st_mtime_ns

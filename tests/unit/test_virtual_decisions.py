@@ -151,7 +151,7 @@ def test_of_several_statements_of_a_line_the_one_that_reads_decides(tmp_path: Pa
     assert decides_at(tmp_path, source, part)
 
 
-def test_a_function_on_the_line_of_a_lambda_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_function_beside_a_lambda_is_told_by_name(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text("x = max(models, key=lambda model: loss(model).item())\nif f(lambda: x).item():\n    pass\n")
     assert decides([Frame(str(file), 1, "<lambda>"), Frame(str(file), 1, "<module>")])

@@ -178,7 +178,7 @@ def test_a_store_is_as_if_all_ranks_had_done_the_same() -> None:
     assert [store.delete_key("key"), store.delete_key("key")] == [True, False]
 
 
-def test_the_end_waits_for_two_moments_without_a_thread_and_a_fork_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_briefly_and_a_fork_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     states, sleeps = iter([True, False, True, False, False]), list[float]()
     monkeypatch.setattr(process, "_other_threads_run", lambda: next(states))
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=int, sleep=sleeps.append))
