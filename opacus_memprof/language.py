@@ -98,6 +98,15 @@ def tr_help(text: str) -> str:
     return _PUNCTUATION.sub(r"\g<0> ", "\n\n".join(paragraphs))
 
 
+def tr_usage(text: str) -> str:
+    """Returns what typer says about a wrong call in the current language: the entries of the context "usage"."""
+    exact, patterns = _sentences(current_language(), "usage")
+    for pattern, translation, _ in patterns:
+        if found := pattern.fullmatch(text):
+            return translation.format(**{name: tr_usage(part) for name, part in found.groupdict().items()})
+    return exact.get(text, text)
+
+
 def page_labels() -> dict[str, str]:
     """Returns the labels of HTML pages with their translations: the entries of the context "page"."""
     return _catalogue(current_language(), "page")
@@ -215,12 +224,14 @@ def _catalogue(language: str, context: str = "") -> dict[str, str]:
 
 
 @functools.cache
-def _sentences(language: str) -> tuple[dict[str, str], list[tuple[re.Pattern[str], str, int]]]:
+def _sentences(
+    language: str, context: str = "sentence"
+) -> tuple[dict[str, str], list[tuple[re.Pattern[str], str, int]]]:
     """Returns translations by sentence, and by a pattern for those with names; what has more words comes first.
 
     The last is the number of words beside the names.
     """
-    sentences = _catalogue(language, "sentence")
+    sentences = _catalogue(language, context)
     named = sorted((message for message in sentences if "{" in message), key=lambda each: -len(_NAME.sub("", each)))
     words = [len(re.findall("[A-Za-z]+", _NAME.sub("", message))) for message in named]
     return sentences, [

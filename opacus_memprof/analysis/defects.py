@@ -105,7 +105,7 @@ def training_is_not_private(run: Run) -> Iterator[Finding]:
             "",
             0,
             f"this training is not private: per-sample gradients are computed, but {steps} of "
-            f"{format_count(steps + seen['private'], 'update')} neither clip them nor add noise, because the program "
+            f"{format_count(steps + seen['private'], 'update')} did not clip them or add noise, because the program "
             f"steps {which}. What the privacy accountant says does not hold",
             "step and clear the optimizer that make_private returns: model, optimizer, loader = "
             "engine.make_private(module=model, optimizer=optimizer, ...), then optimizer.step() and "

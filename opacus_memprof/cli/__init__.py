@@ -3,9 +3,12 @@
 
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from opacus_memprof.cli.debug import bisect, debug
 from opacus_memprof.cli.experiments import ListOptionsCommand, draw, experiment, experiments, single_gpu, sweep
@@ -14,7 +17,7 @@ from opacus_memprof.cli.options import current_name, normalized
 from opacus_memprof.cli.plan import plan, replay_command
 from opacus_memprof.cli.profile import attach, doctor, run, top
 from opacus_memprof.errors import MemprofError
-from opacus_memprof.language import ESCAPED, current_language, tr_help, tr_sentence
+from opacus_memprof.language import ESCAPED, current_language, tr_help, tr_sentence, tr_usage
 from opacus_memprof.versions import VERSION
 
 PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
@@ -25,7 +28,33 @@ PROFILE_PANEL, LOOK_PANEL, COMPARE_PANEL, EXPERIMENTS_PANEL, DEBUG_PANEL = (
     "Debug",
 )  # panels of --help
 
+
+@contextmanager
+def _refusals_in_language() -> Iterator[None]:
+    """Lets errors of typer say what is wrong with a call in the current language."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message"):
+            message = tr_usage(error.format_message())
+            error.format_message = lambda: message
+        raise
+
+
+class _Commands(TyperGroup):
+    """The commands of `opacus-memprof`. A script that uses typer itself keeps its own language."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _refusals_in_language():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _refusals_in_language():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     # Options and their choices may be written with _ or -. Arguments of a script do not change.
     context_settings={"token_normalize_func": normalized},
@@ -49,8 +78,11 @@ for command in (experiment, experiments, sweep, single_gpu):
 app.command(rich_help_panel=EXPERIMENTS_PANEL)(draw)
 app.command(rich_help_panel=DEBUG_PANEL)(debug)
 
-# Constants of typer.rich_utils that are words in --help.
-TYPER_CONSTANTS = ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "DEFAULT_STRING", "REQUIRED_LONG_STRING")
+# Constants of typer.rich_utils that are words in --help and above what is wrong with a call.
+TYPER_CONSTANTS = (
+    *("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "DEFAULT_STRING", "REQUIRED_LONG_STRING"),
+    *("ERRORS_PANEL_TITLE", "RICH_HELP"),
+)
 
 
 def _print_version(asked: bool) -> None:
@@ -75,7 +107,7 @@ def options(
 def translate_help(command: Any) -> None:
     """Puts the help of a command, its options and its subcommands into the current language.
 
-    Usage, and what typer says about wrong options, stays English.
+    Usage stays English.
     """
     help_option = command.get_help_option(typer.Context(command))  # the command keeps it
     for described in (command, *command.params, help_option):

@@ -5,7 +5,7 @@ Also records the settings of Opacus. Imports Opacus, which the program has impor
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import opacus
@@ -122,7 +122,12 @@ def _checkpoint(module: Any, units: Sequence[str], *, reentrant: bool) -> None:
         return
     for name in units:
         unit = module.get_submodule(name)
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=reentrant)
+        unit.forward = functools.partial(_checkpointed, unit.forward, reentrant=reentrant)
+
+
+def _checkpointed(forward: Callable[..., Any], *arguments: Any, reentrant: bool, **named: Any) -> Any:
+    """Calls a forward in a checkpoint. A reentrant one takes no arguments by name."""
+    return checkpoint(functools.partial(forward, **named), *arguments, use_reentrant=reentrant)
 
 
 def _fix_drawn_batches(size: int) -> None:

@@ -229,6 +229,39 @@ def test_help_is_chinese(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert re.search(r"[\u4e00-\u9fff]", own)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(
+            "run",
+            "rum",
+            "run --frob x.py",
+            "run --device foo x.py",
+            "report a b",
+            "run --virtual-gpu",
+            "report --full=3",
+        ),
+        *("sweep --batch-sizes a,b", "attach abc", "attach 0", "top --interval abc x", "diff --vanila x", "--frob"),
+        "run --max-events 0 x.py",
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said_in_chinese(
+    call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(language.VARIABLE, "zh")
+    monkeypatch.setattr(sys, "argv", ["opacus-memprof", *call.split()])
+    for name in cli.TYPER_CONSTANTS:
+        monkeypatch.setattr(rich_utils, name, getattr(rich_utils, name))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    said = "".join(line for line in printed.splitlines() if line.startswith("│"))
+    assert re.search(r"[\u4e00-\u9fff]", said)
+    assert not re.search(r"\b(Missing|No|such|value|requires|Got|Invalid|Input|not|option)\b", said)
+    assert "查看帮助" in printed or "'--" in said
+
+
 REFUSING = {"MemprofError", "MixingError", "NotCheckedError", "_print_note"}
 
 

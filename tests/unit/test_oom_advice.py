@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from opacus.optimizers import DPOptimizer
 from rich.console import Console
 
-from opacus_memprof.analysis.oom import advice, build_report
+from opacus_memprof.analysis.oom import advice, build_report, estimate
 from opacus_memprof.analysis.oom.advice import advise, find_improvements
 from opacus_memprof.analysis.oom.advice.suggestion import (
     BATCH,
@@ -517,3 +520,50 @@ def test_reports_show_names_as_they_are() -> None:
     assert "[red]mine[/red]" in text(report, 300)
     assert name in text(report, 500)
     assert name in exception_note(report, "oom_report.txt")
+
+
+def test_lines_for_reentrant_checkpoints_take_arguments_by_name() -> None:
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            return super().forward(x * scale).tanh()
+
+    plain = torch.nn.ModuleList([Block(3, 3) for _ in range(3)])
+    model = copy.deepcopy(plain)
+    case: Any = SimpleNamespace(shapes=TrainingShapes(program=Program(model="model")))
+    exec(advice.training._checkpoint_code(case, ["0", "1", "2"], reentrant=True), {"model": model})
+    for blocks in (plain, model):
+        x = torch.ones(2, 3, requires_grad=True)
+        for block in blocks:
+            x = block(x, scale=0.5)
+        x.sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("block", [M, 2 * M])
+def test_a_tensor_as_wide_as_the_features_around_adapters_is_no_attention_matrix(block: int) -> None:
+    """Tokens by tokens for one sample in float32 are 64 KiB here: both are multiples of it."""
+    shapes = {
+        "self.query.A": CaptureShape(4, 128, M, 2**16, 4, from_leaf=False),
+        "self.query.B": CaptureShape(4, 128, 2**16, M, 4, from_leaf=False),
+    }
+    saved = estimate._saved_by_name({"self": block}, {"self": block}, list(shapes), shapes)
+    assert saved.largest_squares == ({"self.query.B": block} if block > M else {})
+
+
+def test_gradients_of_trained_parameters_alone_are_dropped() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), noise_multiplier=0, max_grad_norm=1, expected_batch_size=1
+    )
+    shapes = linear(512)
+    kept = [holding("model_parameters", 4 * 1024 * 4096), holding("per_sample_gradients", 8 * G)]
+    suggestions = build_report([failure(8 * G, kept, device_free=0, reserved=12 * G)], shapes)["suggestions"]
+    (code,) = (each["code"] for each in suggestions if each["actions"][0]["kind"] == "drop_gradients")
+    exec(code, {"optimizer": optimizer})
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())

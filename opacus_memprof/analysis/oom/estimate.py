@@ -239,9 +239,18 @@ def _saved_by_name(
         saved.largest[layer] = max(saved.largest.get(layer, 0), block)
         if name != layer:
             saved.before[layer] = saved.before.get(layer, 0) + live[name]
-            if name in containers and layer in seen and _is_square(block, seen[layer]):
+            if name in containers and layer in seen and _is_square(block, seen[layer]) and block > _widest(name, seen):
                 saved.largest_squares[layer] = max(saved.largest_squares.get(layer, 0), block)
     return saved
+
+
+def _widest(container: str, seen: Mapping[str, CaptureShape]) -> int:
+    """Returns the bytes of the widest input of a container's layers: adapters have one that is as narrow as their rank.
+
+    A block that is not wider holds features of tokens.
+    """
+    inside = (forward for name, forward in seen.items() if name.startswith(f"{container}."))
+    return max((forward.input_bytes // forward.calls for forward in inside), default=0)
 
 
 def _order(shapes: TrainingShapes, seen: Mapping[str, CaptureShape], reached: str | None) -> list[str]:

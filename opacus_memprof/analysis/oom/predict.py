@@ -19,7 +19,7 @@ from opacus_memprof.analysis.oom.failure import (
     Leftovers,
     RecordedInstant,
 )
-from opacus_memprof.analysis.oom.step import Instant, Step
+from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 
@@ -101,7 +101,9 @@ class Case:
             if recorded.phase == "forward" and not (self.leftovers.bytes and recorded.step == self.failure.step):
                 sizes = self._scale_instant(recorded, n)
                 _subtract(sizes, self.leftovers.from_before(recorded.step))
-                sizes |= {"optimizer_states": step.states, "per_sample_gradients": 0}
+                sizes["optimizer_states"] = step.states
+                if step.mode not in PER_SAMPLE_MODES:  # which leave them to a forward pass before zero_grad
+                    sizes["per_sample_gradients"] = 0
                 sizes |= step.left_in_forward(n or self.samples or step.samples)
                 if accumulates and step.mode:
                     sizes["summed_gradients"] = step.trained

@@ -52,6 +52,7 @@ _ACCUMULATING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 _WORTHWHILE = 0.02  # of the peak
 # Improvements: they change neither the result of the training nor its batch.
 _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
+    waste.evaluate_without_graph,
     waste.drop_unused_gradients,
     waste.set_gradients_to_none,
     waste.clear_before_forward,
@@ -61,7 +62,7 @@ _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     changes.another_mode,
     training.keep_fewer_activations,
 )
-_FEWER_ACTIVATIONS = {"checkpoint", "dtype", "fused_attention"}  # kinds of actions
+_FEWER_ACTIVATIONS = {"checkpoint", "dtype", "fused_attention", "no_grad"}  # kinds of actions
 _OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 
 

@@ -167,16 +167,13 @@ def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
         else f"[{', '.join(f'{program.model}.{parent}[{number}]' for number in numbers)}]"
         for parent, numbers in parents.items()
     ]
-    return "\n".join(
-        [
-            "from functools import partial",
-            "from torch.utils.checkpoint import checkpoint",
-            *(
-                f"for block in {each}: block.forward = partial(checkpoint, block.forward, use_reentrant={reentrant})"
-                for each in slices
-            ),
-        ]
-    )
+    called = "checkpoint, block.forward, use_reentrant=False"
+    code = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
+    if reentrant:  # which takes no arguments by name
+        call = "checkpoint(partial(forward, **named), *args, use_reentrant=True)"
+        code.append(f"checkpointed = lambda forward, *args, **named: {call}")
+        called = "checkpointed, block.forward"
+    return "\n".join([*code, *(f"for block in {each}: block.forward = partial({called})" for each in slices)])
 
 
 def fused_attention(case: Case, step: Step) -> Change | None:
