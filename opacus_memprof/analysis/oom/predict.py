@@ -102,7 +102,9 @@ class Case:
                 sizes = self._scale_instant(recorded, n)
                 _subtract(sizes, self.leftovers.from_before(recorded.step))
                 sizes["optimizer_states"] = step.states
-                if step.mode not in PER_SAMPLE_MODES:  # which leave them to a forward pass before zero_grad
+                # An evaluation before zero_grad has those of the step before it.
+                evaluates = self.shapes.evaluation is not None and self.shapes.accumulated == 1
+                if not evaluates or step.mode not in PER_SAMPLE_MODES:
                     sizes["per_sample_gradients"] = 0
                 sizes |= step.left_in_forward(n or self.samples or step.samples)
                 if accumulates and step.mode:
