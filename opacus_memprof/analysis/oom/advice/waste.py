@@ -337,7 +337,7 @@ def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
         instant,
         LINE,
         "freeing each p.grad as soon as autograd accumulates it",
-        f"for p in {case.shapes.program.optimizer}.params: "  # those that are trained: others take no such hook
+        f"for p in {case.shapes.program.optimizer}.params: "  # a frozen parameter takes no such hook
         'p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
         f"p.grad takes {format_bytes(case.shapes.trained_bytes)} in backward and is never read: clipping uses "
         "grad_sample, and add_noise replaces it.",
