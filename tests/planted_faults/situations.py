@@ -295,8 +295,8 @@ FAULTS = [
     Fault(
         "parametrizations_are_models",
         "module/hooks.py",
-        "is_off or (module is not self.registry.model and has_parameters_alone(args, kwargs))",
-        "is_off",
+        "self._proofs.is_frozen() or (module is not self.registry.model and has_parameters_alone(args, kwargs))",
+        "self._proofs.is_frozen()",
         "Reading a parametrized weight counts as a call of the model.",
         programs("middle_weight_norm_is_logged"),
     ),

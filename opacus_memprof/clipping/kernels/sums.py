@@ -208,8 +208,9 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor
 
 
 def _folded_product(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    groups, rows, columns = left.shape[0], left.shape[1], right.shape[-1]
-    return torch.bmm(left.reshape(groups, rows, -1), right.reshape(groups, -1, columns), **options)
+    groups, rows, samples, tokens = left.shape
+    columns, inner = right.shape[-1], samples * tokens
+    return torch.bmm(left.reshape(groups, rows, inner), right.reshape(groups, inner, columns), **options)
 
 
 def _low_precision_product(

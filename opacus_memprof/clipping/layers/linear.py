@@ -111,7 +111,7 @@ class MatrixLayer(Layer):
     def _keep_gradients(self, x: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> KeptTensors:
         """Keeps the per-sample gradients, and defers the norms of small ones."""
         kept, weight = self._keep_bias(x, g, workspace), self.weight()
-        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(-1, *weight.shape)
+        stack = kept.stacks[weight] = products(*self.operands(x, g)).view(len(x), *weight.shape)
         kept.norms[weight] = squared_norms_unless_deferred(stack)
         return kept
 
@@ -184,7 +184,7 @@ class LinearLayer(MatrixLayer):
         shape = self.weight().shape
         if g.numel() == 0:
             return g.new_zeros(x.shape[0], *shape)
-        return products(*self.operands(x, g)).view(-1, *shape)
+        return products(*self.operands(x, g)).view(len(x), *shape)
 
     def has_views(self, x: torch.Tensor, g: torch.Tensor) -> bool:
         return x.dim() == g.dim() == 3 or (x.is_contiguous() and g.is_contiguous())

@@ -26,8 +26,8 @@ from opacus_memprof.errors import MemprofError
 class AttachedHooks:
     """The hooks of flash_clip on a model.
 
-    The program may call every module that contains trained parameters (an entry). Every layer's module is tapped. Every
-    trained parameter is watched for gradients from autograd.
+    The program may call every module that contains trained parameters (an entry), and parts of a container that has no
+    forward. Every layer's module is tapped. Every trained parameter is watched for gradients from autograd.
 
     Args:
         handles: the list to which the handles of all hooks are added.
@@ -50,6 +50,7 @@ class AttachedHooks:
         self._before_entry, self._after_entry = before_entry, after_entry
         self._before_layer, self._after_layer = before_layer, after_layer
         self._entries: dict[nn.Module, tuple[int, int]] = {}  # ids of the hooks
+        self._were_entries: set[nn.Module] = set()  # one whose layers are frozen now may be trained again, or run now
         self._taps: dict[nn.Module, int] = {}
         self._watched: dict[int, RemovableHandle] = {}  # by id of the parameter
 
@@ -60,9 +61,13 @@ class AttachedHooks:
             registry: the layers of the model.
             parameter_names: the names of the trained parameters.
         """
+        parts = _parts_of(registry.model)
         for module in registry.model.modules():
-            if module not in self._entries and any(each in registry.at for each in module.modules()):
+            if any(each in registry.at for each in module.modules()):
+                parts.add(module)
+            if module not in self._entries and (module in parts or module in self._were_entries):
                 self._attach_entry(module)
+        self._were_entries = self._entries.keys() | set()
         for module in registry.at:
             if module not in self._taps:
                 self._attach_layer(module)
@@ -140,6 +145,13 @@ class _NoteGradient:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a weak reference cannot be pickled
         return _NoteGradient, (self.owner(), self.name)
+
+
+def _parts_of(model: nn.Module) -> set[nn.Module]:
+    """Returns the parts that a program must call by themselves, because what contains them has no forward."""
+    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+        return {model}
+    return {model}.union(*map(_parts_of, model.children()))
 
 
 def _hooks_of(module: nn.Module) -> Any:

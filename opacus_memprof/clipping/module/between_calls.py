@@ -132,7 +132,7 @@ class OtherSamples(TorchDispatchMode):
 
     def add(self, x: torch.Tensor, where: Arrangement, is_label: bool = False) -> None:
         """Adds a tensor with samples at `where`. Other samples' labels are those of the batch in another order."""
-        if self.depends(x):
+        if self.depends(x) or 0 in x.stride():  # an expanded tensor, as of one number, has no place for others
             return
         by_sample = where.by_sample(x.detach(), self.batch)
         # Losses of probabilities take no other numbers, and on a GPU end the process.

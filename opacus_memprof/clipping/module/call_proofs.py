@@ -94,6 +94,13 @@ class CallProofs:
         """Returns whether the model's layers or trained parameters have changed since `follow`."""
         return self._state.structure() != self._structure
 
+    def is_frozen(self) -> bool:
+        """Returns whether no parameter of the model is trained, as while its input or another model is optimized."""
+        known = next(iter(self.situations.trained), None)
+        if known is not None and known.requires_grad:
+            return False
+        return not any(parameter.requires_grad for parameter in self.registry.model.parameters())
+
     def follow_modes(self) -> bool:
         """Returns whether the model's modes, hooks or attributes have changed, so that another proof is needed.
 

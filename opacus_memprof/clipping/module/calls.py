@@ -278,15 +278,30 @@ def has_parameters_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(isinstance(leaf, nn.Parameter) for leaf in tree_flatten((args, kwargs))[0])
 
 
-def advice_for_states(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
-    """Returns how to pass a state whose second dimension is the batch, as those of recurrent layers; or nothing."""
-    leaves = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor)]
+def advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
+    """Returns how to pass tensors of other lengths than the first: one that all samples share, or a recurrent state."""
+    leaves = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    advice = ""
+    if leaves and any(len(x) != batch for x in leaves[1:]):
+        advice = (
+            f" The first tensor, of shape {tuple(leaves[0].shape)}, counts as the one with the samples: if all samples "
+            "share it, pass it after one that has them, or expand it over the batch."
+        )
     shape = next((tuple(x.shape) for x in leaves if x.dim() > 2 and len(x) != batch and x.shape[1] == batch), None)
     if shape is None:
-        return ""
+        return advice
     return (
-        f" A state such as that of shape {shape}, with the batch second, is passed as state.transpose(0, 1), and "
-        "transposed back in the model's forward; so is a state that the model returns."
+        f"{advice} A state such as that of shape {shape}, with the batch second, is passed as state.transpose(0, 1), "
+        "and transposed back in the model's forward; so is a state that the model returns."
+    )
+
+
+def gradient_of_cache(repeated: str) -> MemprofError:
+    """Returns the error of a loss that depends on a cache, for a layer that is repeated in backward."""
+    return MemprofError(
+        "the loss depends on the keys and values in the model's cache (past_key_values), but "
+        f"{repeated} is repeated in backward, which gives these no gradient: compute the loss from the other outputs, "
+        "or call the model without a cache (use_cache=False)."
     )
 
 

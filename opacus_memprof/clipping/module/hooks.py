@@ -36,12 +36,13 @@ from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
-    advice_for_states,
+    advice_for_shapes,
     allocated_bytes,
     arrangements_by_shape,
     batch_size,
     detach_for_two_passes,
     device_of,
+    gradient_of_cache,
     has_parameters_alone,
     one_pass_fits,
     open_objects,
@@ -301,8 +302,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         if torch._C._current_graph_task_id() != -1 and module is not self.registry.model:
             return None  # a checkpoint runs a part of the model again, in backward
-        is_off = not module.training or not self.registry.model.training or not torch.is_grad_enabled()
-        is_off = is_off or (module is not self.registry.model and has_parameters_alone(args, kwargs))
+        is_off = not (module.training and self.registry.model.training and torch.is_grad_enabled())
+        is_off |= self._proofs.is_frozen() or (module is not self.registry.model and has_parameters_alone(args, kwargs))
         if not (is_off or is_plain_call(args, kwargs)):
             open_objects((args, kwargs))
         self._call = Call(module, args, kwargs, is_off)
@@ -432,7 +433,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
                 "model ran on its whole input, but not on some samples of it "
                 f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-                "it." + advice_for_states(call.args, call.kwargs, hooks.batch)
+                "it." + advice_for_shapes(call.args, call.kwargs, hooks.batch)
             ) from call.cannot_run
         situation = call.situation
         if call.random is not None:
@@ -511,13 +512,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             )
 
     def _refuse_cache(self, repeated: Layer, gradient: torch.Tensor) -> None:
-        self._refuse(
-            MemprofError(
-                "the loss depends on the keys and values in the model's cache (past_key_values), but "
-                f"{repeated.describe()} is repeated in backward, which gives these no gradient: compute the loss from "
-                "the other outputs, or call the model without a cache (use_cache=False)."
-            )
-        )
+        self._refuse(gradient_of_cache(repeated.describe()))
 
     def _two_passes(self, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
         """Makes backward run twice from these outputs, if two passes are needed."""
@@ -539,3 +534,8 @@ class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # ty
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does what Opacus' modules do, which drop per-sample gradients: drops the tensors that backward has kept."""
+        self.bookkeeping.clear()
+        super().zero_grad(set_to_none)

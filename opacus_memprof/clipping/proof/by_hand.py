@@ -271,11 +271,29 @@ def add_gradients(outputs: list[torch.Tensor], given: list[torch.Tensor], total:
     try:
         for p, gradient in total.items():
             p.grad = gradient
-        torch.autograd.backward(outputs, given)
+        with _without_hooks_on_gradients(total):
+            torch.autograd.backward(outputs, given)
         total.update({p: p.grad for p in total})
     finally:
         for p, grad in zip(total, before, strict=True):
             p.grad = grad
+
+
+@contextlib.contextmanager
+def _without_hooks_on_gradients(parameters: Iterable[Any]) -> Iterator[None]:
+    """Keeps hooks from seeing accumulated gradients inside the context.
+
+    A program's hook may drop a gradient, or update its parameter with it, and here it is not the private one.
+    """
+    tables = [p._post_accumulate_grad_hooks for p in parameters if p._post_accumulate_grad_hooks]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
 
 
 def all_real(gradients: GradientSums) -> GradientSums:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
-from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement
+from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement, restoring_state
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, refuse_repetition
@@ -328,7 +328,8 @@ class Probe(SampleForwards):
             draws = any(call.draws for call, _ in calls) or not calls
             for way in ("whole",) if draws else WAYS:
                 repetition = Repetition(layer.module, parameters, way)
-                with self.random.restored():  # and moved on: a loop from the same numbers may draw the same ones
+                # Random numbers move on: a loop from the same ones may draw the same ones.
+                with self.random.restored(), restoring_state(self.model):
                     torch.rand(5)
                     torch.rand(5, device=layer.device())
                     matches = all(repetition.matches(call, outputs) for call, outputs in calls)

@@ -282,11 +282,42 @@ def _images_beside_one_input() -> list[Step]:
     return [Step([{**batch, "x": batch["x"].as_subclass(_Image)} for batch in both.batches])]
 
 
+def _container(trains: bool, last: type[nn.Module] = nn.Identity) -> Callable[[], nn.Module]:
+    """A model without a forward, whose first part is frozen or trained."""
+
+    def build() -> nn.Module:
+        first = nn.Sequential(nn.Linear(6, 6).requires_grad_(trains), last())
+        return nn.ModuleDict({"first": first, "last": nn.Linear(6, 3)})
+
+    return build
+
+
+def _losses_of_parts(model: Any, batch: Batch) -> torch.Tensor:
+    parts = inner(model)
+    return per_sample(parts["last"](torch.tanh(parts["first"](batch["x"]))), batch)
+
+
+def _train_first(trains: bool) -> Callable[[Any, Any], None]:
+    return lambda model, optimizer: inner(model)["first"].requires_grad_(trains)  # type: ignore[no-any-return]
+
+
 _HOLDS = {"holds_frozen": True}
 _TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
 PROGRAMS = [
     Program("parts_only", _two_parts, _THREE, "exact", _by_parts),
+    *(
+        Program(
+            f"parts_of_a_container_{'unfrozen' if trains else 'frozen'}",
+            _container(not trains),
+            of_shape(5, 6, count=3, change=_train_first(trains)),
+            "exact",
+            _losses_of_parts,
+            _HOLDS,
+        )
+        for trains in (True, False)
+    ),
+    Program("parts_of_a_container_frozen_mixes", _container(False, _Mixing), _TWO, "refused", _losses_of_parts, _HOLDS),
     Program("parts_mixed_between", _two_parts, _THREE, "refused", _mixed_between_parts),
     Program("parts_flipped_between", _two_parts, _THREE, "refused", _flipped_between_parts),
     *(

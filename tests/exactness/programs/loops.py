@@ -286,6 +286,51 @@ def _infinite_input(module: Any, x: torch.Tensor) -> torch.Tensor:
     return _losses(module, torch.where(torch.arange(len(x)).unsqueeze(1) == 2, torch.inf, x))
 
 
+def _with_before(before: Callable[[nn.Module, Any, torch.Tensor], object]) -> Callable[[int], Verdict]:
+    """Does something else with the model before each step."""
+
+    def run(seed: int) -> Verdict:
+        model, module, optimizer, _ = _private(seed, loss_reduction="sum")
+        worst = Verdict("exact")
+        for number in range(3):
+            x = torch.randn(4, 6, dtype=torch.float64)
+            optimizer.zero_grad()
+            before(model, module, x)
+            expected = _by_hand(model, x, [5.0] * 4, True)
+            _losses(module, x).sum().backward()
+            optimizer.step()
+            worst = worst.worse(_compare([p.grad for p in model.parameters()], expected, number))
+        return worst
+
+    return run
+
+
+def _attack(model: nn.Module, module: Any, x: torch.Tensor) -> None:
+    """Finds gradients of the inputs while the model is frozen, as for adversarial examples, or a generator's step."""
+    inputs = x.clone().requires_grad_()
+    model.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(_losses(module, inputs).sum(), inputs)
+    model.requires_grad_(True)
+    x.add_(0.1 * gradient.sign())
+
+
+def _dropped_backward(model: nn.Module, module: Any, x: torch.Tensor) -> None:
+    _losses(module, 2 * x).sum().backward()
+    module.zero_grad()
+
+
+def _hooks(change: Callable[[torch.Tensor], object]) -> Callable[[nn.Module, Any, torch.Tensor], object]:
+    def before(model: nn.Module, module: Any, x: torch.Tensor) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(change)  # type: ignore[no-untyped-call]
+
+    return before
+
+
+def _update(parameter: Any) -> None:
+    parameter.data.add_(parameter.grad)
+
+
 _ADAPTIVE = {
     "target_unclipped_quantile": 0.5,
     "clipbound_learning_rate": 0.2,
@@ -298,6 +343,12 @@ _REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "overflow": _infinite,
     "sizes": _other_sizes,
     "infinite_input": _infinite_input,
+}
+_BEFORE: dict[str, Callable[[nn.Module, Any, torch.Tensor], object]] = {
+    "attack_on_the_frozen_model": _attack,
+    "backward_that_the_module_drops": _dropped_backward,
+    "hooks_that_drop_gradients": _hooks(lambda parameter: setattr(parameter, "grad", None)),
+    "hooks_that_update_parameters": _hooks(_update),
 }
 _SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "clip": lambda optimizer: ExponentialGradClip(optimizer, gamma=0.5),
@@ -321,6 +372,7 @@ PROGRAMS = [
         for physical in (None, 3, 8)
         for poisson in (False, True)
     ),
+    *(_loop(f"with_{name}", "exact", _with_before(before)) for name, before in _BEFORE.items()),
     _loop("positions_first_of_the_batch_s_size", "refused", _positions_first),
     _loop("private_twice", "refused", _private_twice("flash_clip")),
     _loop("private_after_hooks", "refused", _private_twice("hooks")),

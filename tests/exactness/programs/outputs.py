@@ -81,6 +81,16 @@ def _plain(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(torch.tanh(m.first(x)))
 
 
+def _with_number(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns one number of the parameters for all samples, too, as a flow's log-determinant."""
+    return _plain(m, x), m.first.weight.square().sum().expand(len(x))
+
+
+def _less_the_number(model: Any, batch: Batch) -> torch.Tensor:
+    output, number = model(*inputs(batch))
+    return per_sample(output, batch) - number * batch["scale"]
+
+
 def _scalar(model: Any, batch: Batch) -> torch.Tensor:
     out: torch.Tensor = model(*inputs(batch))
     return out
@@ -247,6 +257,7 @@ PROGRAMS = [
     Program("outputs_mean_over_valid", _embedded(_mean_over_valid), _RAGGED, "refused", _scalar, _MEAN),
     Program("outputs_mean_over_equal_counts", _embedded(_token_mean), _EQUAL, "exact", _scalar, _MEAN),
     Program("outputs_variance_penalty", _graph(_variance_penalty), of_shape(5, 6), "refused", _scalar),
+    Program("outputs_expanded", _graph(_with_number), of_shape(5, 6, count=2), "exact", _less_the_number),
     Program("outputs_sum", _graph(lambda m, x: _plain(m, x).square().sum()), of_shape(5, 6), "exact", _scalar),
     Program("outputs_mean", _graph(lambda m, x: _plain(m, x).square().mean()), of_shape(5, 6), "exact", _scalar, _MEAN),
     Program(

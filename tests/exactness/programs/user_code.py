@@ -267,7 +267,7 @@ _HOOKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "weight_norm": (lambda layer: parametrizations.weight_norm(layer), "exact"),
     "old_weight_norm": (lambda layer: weight_norm(layer), "either"),
     "orthogonal": (lambda layer: parametrizations.orthogonal(layer), "either"),
-    "spectral_norm": (lambda layer: parametrizations.spectral_norm(layer), "either"),
+    "spectral_norm": (lambda layer: parametrizations.spectral_norm(layer), "exact"),
     "old_spectral_norm": (lambda layer: spectral_norm(layer), "either"),
     "own_parametrization": (lambda layer: parametrize.register_parametrization(layer, "weight", nn.Tanh()), "exact"),
 }
@@ -397,6 +397,12 @@ PROGRAMS = [
         "hook_by_function_of_unit_rows",
         lambda: Graph(lambda m, x: m.last(_UnitRows.apply(m.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3)),
         of_shape(5, 4, 6, count=2),
+        "exact",
+    ),
+    Program(
+        "hook_spectral_norm_of_a_convolution",
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Conv1d(4, 3, 2)), nn.Flatten(), nn.Linear(15, 2)),
+        of_shape(5, 4, 6, count=3),
         "exact",
     ),
     Program("hook_on_gradient", _hooked_gradient, of_shape(5, 4, 6, count=2), "refused"),
