@@ -27,6 +27,9 @@ constexpr std::string_view kUnscale = "aten::_amp_foreach_non_finite_check_and_u
 constexpr std::array<std::string_view, 4> kAsserted{
     "out of bounds", "out of range", "probability tensor contains", "should be between 0 and 1"};
 
+// They end with what their solver reports to the host, on both devices.
+constexpr std::array<std::string_view, 2> kIterative{"aten::_linalg_svd", "aten::_linalg_eigh"};
+
 bool is_inexact(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
@@ -43,6 +46,22 @@ bool is_asserted(const Operation& operation, const std::exception& error) {
          dynamic_cast<const c10::IndexError*>(&error) != nullptr ||
          std::any_of(kAsserted.begin(), kAsserted.end(),
                      [&](std::string_view each) { return reason.find(each) != std::string::npos; });
+}
+
+// What a real GPU ends a call with that the CPU has refused; nullptr if the reason may be the CPU's
+// own. Called while the error is handled.
+std::exception_ptr error_of_gpu(const Operation& operation, const std::exception& error) {
+  constexpr std::int32_t kAssert = 710;  // cudaErrorAssert
+  if (is_asserted(operation, error)) {
+    return std::make_exception_ptr(
+        c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, kAssert,
+                              "CUDA error: device-side assert triggered (" + operation.name + ": " +
+                                  reason_of(error) + ")"));
+  }
+  const bool diverged =
+      dynamic_cast<const c10::LinAlgError*>(&error) != nullptr &&
+      std::find(kIterative.begin(), kIterative.end(), operation.name) != kIterative.end();
+  return diverged ? std::current_exception() : nullptr;
 }
 
 bool scales_first_by_zero(const Operation& operation, const std::vector<c10::IValue>& arguments) {
@@ -103,7 +122,7 @@ void Call::prepare() {
     } else if (span.size() == 0) {
       state = State::known;
     } else {
-      state = ranges().lowest(span);
+      state = state_of(each.tensor);
       // A program that fills memory by indices does not read what these leave out, or a real GPU
       // would give it rubbish.
       if (each.parameter.written_in_part && ranges().uniform(span)) {
@@ -300,7 +319,7 @@ bool Call::execute_whole(torch::jit::Stack& stack, std::size_t returns) {
     }
     note_arguments_written();
   } catch (const std::exception& error) {
-    if (state_ == State::known && is_asserted(operation_, error)) assertion_ = reason_of(error);
+    if (state_ == State::known) error_ = error_of_gpu(operation_, error);
     count_failure(operation_.name);
     restore();
     return false;

@@ -6,7 +6,7 @@
 #include <ATen/core/stack.h>
 
 #include <cstdint>
-#include <string>
+#include <exception>
 #include <vector>
 
 #include "virtual_values/execute.h"
@@ -35,9 +35,8 @@ class Call {
   // are on the stack. Returns that state.
   State finish(torch::jit::Stack& stack);
 
-  // The message of the assertion that fails in a real GPU's kernel with these values; empty if none
-  // does.
-  [[nodiscard]] const std::string& assertion() const { return assertion_; }
+  // What a real GPU ends the call with, for these values; nullptr if with nothing.
+  [[nodiscard]] const std::exception_ptr& error() const { return error_; }
 
   // The lowest state of all inputs.
   [[nodiscard]] State state() const { return state_; }
@@ -82,7 +81,7 @@ class Call {
   bool small_ = true;
   std::uint64_t seed_ = 0;
   State state_ = State::known;
-  std::string assertion_;
+  std::exception_ptr error_;
   std::vector<State> states_;  // by position, of an operator on lists
 };
 

@@ -81,7 +81,9 @@ State copy_values_between_host_and_device(const torch::jit::Stack& stack) {
   at::Tensor self = stack[stack.size() - kArguments].toTensor();
   const at::Tensor source = stack[stack.size() - kArguments + 1].toTensor();
   if (source.is_cuda()) {
-    const State state = is_small(source) ? ranges().materialize(span_of(source)) : State::assumed;
+    if (!is_small(source)) return to_host(self, source, State::assumed);
+    const State state = std::max(State::assumed, state_of(source));
+    ranges().materialize(span_of(source));
     return to_host(self, source, state);
   }
   if (is_small(self)) {

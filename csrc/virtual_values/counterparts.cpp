@@ -204,23 +204,46 @@ at::Tensor as_computed(const c10::IValue& value) {
   return as_computed(defined_or(optional(value)));
 }
 
-// Without training a GPU's kernel saves what it has normalized by, and the CPU nothing.
-Values native_batch_norm(const Values& arguments) {
-  const at::Tensor& input = arguments[0].toTensor();
-  const bool training = arguments[5].toBool();
-  const double epsilon = arguments[7].toDouble();
-  const at::Tensor averages = as_computed(arguments[3]), variances = as_computed(arguments[4]);
-  auto [output, mean, deviation] = at::native_batch_norm(
-      as_computed(input), as_computed(arguments[1]), as_computed(arguments[2]), averages, variances,
-      training, arguments[6].toDouble(), epsilon);
+// The output, and what a GPU's kernel saves of it, in float: the mean and the reciprocal deviation
+// by which it normalized. The CPU saves neither without training, and both in half where the input
+// is.
+Values normalized_by_batch(const at::Tensor& input, const c10::IValue& weight,
+                           const c10::IValue& bias, const c10::IValue& running_mean,
+                           const c10::IValue& running_variance, bool training, double momentum,
+                           double epsilon) {
+  const at::Tensor averages = as_computed(running_mean);
+  const at::Tensor variances = as_computed(running_variance);
+  auto [output, mean, deviation] =
+      at::native_batch_norm(as_computed(input), as_computed(weight), as_computed(bias), averages,
+                            variances, training, momentum, epsilon);
   if (!training) {
     mean = averages;
     deviation = (variances + epsilon).rsqrt();
   } else if (averages.defined()) {
-    arguments[3].toTensor().copy_(averages);
-    arguments[4].toTensor().copy_(variances);
+    running_mean.toTensor().copy_(averages);
+    running_variance.toTensor().copy_(variances);
   }
   return {output.to(input.scalar_type()), mean, deviation};
+}
+
+Values native_batch_norm(const Values& arguments) {
+  return normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], arguments[3],
+                             arguments[4], arguments[5].toBool(), arguments[6].toDouble(),
+                             arguments[7].toDouble());
+}
+
+Values batch_norm_without_averages(const Values& arguments) {
+  return normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], {}, {},
+                             arguments[3].toBool(), arguments[4].toDouble(),
+                             arguments[5].toDouble());
+}
+
+Values batch_norm_with_update(const Values& arguments) {
+  Values values =
+      normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], arguments[3],
+                          arguments[4], true, arguments[5].toDouble(), arguments[6].toDouble());
+  values.emplace_back();  // cuDNN's own
+  return values;
 }
 
 Values layer_norm(const Values& arguments) {
@@ -312,6 +335,8 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::_scaled_dot_product_cudnn_attention_backward", &cudnn_backward},
       {"aten::native_batch_norm", &native_batch_norm},
       {"aten::_native_batch_norm_legit", &native_batch_norm},
+      {"aten::_native_batch_norm_legit.no_stats", &batch_norm_without_averages},
+      {"aten::_batch_norm_with_update", &batch_norm_with_update},
       {"aten::native_layer_norm", &layer_norm},
       {"aten::cudnn_batch_norm", &batch_norm},
       {"aten::cudnn_batch_norm_backward", &batch_norm_backward},

@@ -14,7 +14,8 @@ namespace opacus_memprof::virtual_values {
 // Throws where it cannot stand in for the operator with these arguments.
 using Counterpart = std::vector<c10::IValue> (*)(const std::vector<c10::IValue>& arguments);
 
-// nullptr where the operator itself is executed.
+// The operator's name includes that of its overload, if that has one. nullptr where the operator
+// itself is executed.
 Counterpart counterpart_of(const std::string& operation);
 
 }  // namespace opacus_memprof::virtual_values

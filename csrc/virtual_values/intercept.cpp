@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "virtual_values/intercept.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -109,6 +110,9 @@ void count_read(const Operation& operation, State state) {
 
 void after_fresh(const c10::IValue& result) {
   follow_allocator();
+  // torch.use_deterministic_algorithms fills what is fresh.
+  const at::Context& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) return;
   if (result.isTensor() && is_plain(result.toTensor())) ranges().reset(span_of(result.toTensor()));
 }
 
@@ -254,12 +258,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   handle.redispatchBoxed(below, stack);
   follow_allocator();
   const State state = operation.kind == Kind::item ? call->state() : call->finish(*stack);
-  if (within.first() && !call->assertion().empty()) {
-    constexpr std::int32_t kAssert = 710;  // cudaErrorAssert
-    throw c10::AcceleratorError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, kAssert,
-                                "CUDA error: device-side assert triggered (" + operation.name +
-                                    ": " + call->assertion() + ")");
-  }
+  if (within.first() && call->error() != nullptr) std::rethrow_exception(call->error());
   if (operation.kind == Kind::item || operation.kind == Kind::equal ||
       (operation.dynamic_shape && state == State::alike)) {
     read_within = std::min(read_within, state);

@@ -21,8 +21,9 @@ bool contains(const std::array<std::string_view, size>& names, std::string_view 
 
 // They have no kernel of their own for CUDA, and are computed as a whole: the innermost operators
 // of which they are made have no kernel for the CPU, or there are none.
-constexpr std::array<std::string_view, 3> kWhole{"aten::convolution", "aten::convolution_backward",
-                                                 "aten::conj_physical_"};
+constexpr std::array<std::string_view, 5> kWhole{"aten::convolution", "aten::convolution_backward",
+                                                 "aten::conj_physical_", "aten::ldexp",
+                                                 "aten::ldexp_"};
 
 // They change what a tensor is, not its values.
 constexpr std::array<std::string_view, 15> kNoValues{
@@ -60,6 +61,9 @@ constexpr std::array<std::string_view, 13> kOverwrite{
 // Results that are arguments, and that are not read either.
 constexpr std::array<std::string_view, 2> kFillsArguments{"aten::_cummax_helper",
                                                           "aten::_cummin_helper"};
+
+// The argument that holds what rrelu has drawn.
+constexpr std::string_view kDrawn = "noise";
 
 // Elements of the first argument that indices or a mask name are overwritten.
 constexpr std::array<std::string_view, 8> kWriteInPart{
@@ -138,7 +142,8 @@ Operation describe(const c10::OperatorHandle& handle) {
     operation.parameters.push_back(
         {.written = written,
          .read = !argument.is_out() && !(first && contains(kOverwrite, operation.name)) &&
-                 !(written && contains(kFillsArguments, operation.name)),
+                 !(written && contains(kFillsArguments, operation.name)) &&
+                 !(written && argument.name() == kDrawn),
          .written_in_part = first && contains(kWriteInPart, operation.name),
          .passed_over = recurrent && contains(kOfRecurrent, argument.name())});
     if (argument.name() == "beta" && contains(kScalesFirst, without_underscore(operation.name))) {
@@ -160,8 +165,7 @@ Operation describe(const c10::OperatorHandle& handle) {
   }
   operation.random =
       recurrent || handle.hasTag(at::Tag::nondeterministic_seeded) || operation.generator >= 0;
-  if (handle.operator_name().overload_name.empty())
-    operation.counterpart = counterpart_of(operation.name);
+  operation.counterpart = counterpart_of(toString(handle.operator_name()));
   operation.compound =
       !has_kernel(handle) && !contains(kWhole, operation.name) && operation.kind == Kind::compute;
   operation.on_cpu = operation.counterpart != nullptr ||

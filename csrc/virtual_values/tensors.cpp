@@ -147,6 +147,14 @@ void make_finite(const at::Tensor& tensor) {
   at::nan_to_num_(const_cast<at::Tensor&>(tensor), 0.0, 0.0, 0.0);
 }
 
+State state_of(const at::Tensor& tensor) {
+  const auto pieces = is_dense(tensor) ? std::vector<Span>() : pieces_of(tensor);
+  if (pieces.empty()) return ranges().lowest(span_of(tensor));
+  State lowest = State::known;
+  for (const Span& piece : pieces) lowest = std::min(lowest, ranges().lowest(piece));
+  return lowest;
+}
+
 void note_written(const at::Tensor& tensor, State state) {
   const Span span = span_of(tensor);
   if (span.size() == 0) return;

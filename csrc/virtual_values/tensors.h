@@ -43,6 +43,10 @@ at::Tensor alias_on(const at::Tensor& tensor, c10::Device device);
 // Makes values finite that were not computed: what a program checks of them then holds.
 void make_finite(const at::Tensor& tensor);
 
+// Returns the lowest state of the elements. Of a tensor with gaps these do not count, unless it has
+// too many pieces to be asked one by one.
+State state_of(const at::Tensor& tensor);
+
 // Notes that the elements have been written. Elements that are not next to each other are noted
 // each, if they are few.
 void note_written(const at::Tensor& tensor, State state);

@@ -37,6 +37,14 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
+def refusal(function: Callable[[Tensor], Any], tensor: Tensor) -> str:
+    try:
+        function(tensor)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
 def operations(device: str) -> list[Any]:
     """Operations whose results decide: labels, masks, counts, shapes."""
     labels = torch.tensor([3, 1, 3, 2, 1, 7, 0]).to(device)
@@ -46,6 +54,12 @@ def operations(device: str) -> list[Any]:
     ordered[torch.arange(4, device=device), labels[:4] % 6] = 1
     inverse = torch.empty_like(labels)
     inverse[labels.argsort(stable=True)] = torch.arange(7, device=device)
+    columns = torch.empty(4, 3, device=device)  # written column by column
+    for column in range(3):
+        columns[:, column] = tokens[:, column].float() * column
+    torch.use_deterministic_algorithms(True)
+    filled = torch.empty(3, dtype=torch.long, device=device)
+    torch.use_deterministic_algorithms(False)
     flags = torch.ones(3_000_000, dtype=torch.bool, device=device)  # too large to be executed
     halves = torch.full((2_000_000,), 0.5, device=device)
     counted = torch.zeros((), dtype=torch.long, device=device)
@@ -82,6 +96,13 @@ def operations(device: str) -> list[Any]:
             torch.empty(1, 4, 4, device=device), tokens[None].float(), tokens.t()[None].float(), beta=0, alpha=2
         ),
         torch.empty(4, device=device).addmv_(tokens.float(), labels[:6].float(), beta=0),
+        (columns, columns[:, 1], filled),
+        functional.pad(tokens[None].float(), (1, 2), mode="circular"),
+        torch.ldexp(tokens.float(), labels[:6]),
+        functional.rrelu(tokens.float() - 4),
+        torch.native_batch_norm(tokens[:, :, None].bfloat16(), None, None, None, None, True, 0.1, 1e-5)[1].float(),
+        torch.ops.aten._native_batch_norm_legit.no_stats(tokens.bfloat16(), None, None, True, 0.1, 1e-5)[1].float(),
+        [refusal(solve, torch.full((3, 3), torch.nan, device=device)) for solve in (torch.linalg.svd, torch.linalg.eigh)],
     ]
     return plain(found)
 
