@@ -131,6 +131,9 @@ void Call::prepare() {
     }
     note_read(each, state);
   }
+  copies_parts_ = operation_.kind == Kind::copy && small_ && compounds_.empty() &&
+                  !is_computed(state_) && arguments_[1].toTensor().is_cuda() &&
+                  is_partly_computed(arguments_[1].toTensor());
   // What is written in place is kept as it is now: the kernel may itself call operators that write.
   for (Tensor& each : tensors_) {
     if (!each.parameter.written || !is_small(each.tensor)) continue;
@@ -160,8 +163,8 @@ void Call::prepare_compounds() {
 // floating-point results then read as zero as well. Most of a large training's small tensors are of
 // this kind.
 bool Call::is_worth_executing(const torch::jit::Stack& stack, std::size_t returns) const {
-  if (is_computed(state_) || operation_.counts_on_device || operation_.name == kUnscale ||
-      std::any_of(states_.begin(), states_.end(), is_computed)) {
+  if (is_computed(state_) || copies_parts_ || operation_.counts_on_device ||
+      operation_.name == kUnscale || std::any_of(states_.begin(), states_.end(), is_computed)) {
     return true;
   }
   bool inexact = true;
@@ -255,6 +258,10 @@ State Call::finish(torch::jit::Stack& stack) {
     } else if (operation_.pointwise || operation_.reduces_uniform) {
       done = execute_uniform(stack, returns);
     }
+  }
+  if (done && copies_parts_) {
+    const OnCpu on_cpu;
+    note_copied(arguments_[1].toTensor(), arguments_[0].toTensor());
   }
   if (!done) {
     note_results_not_computed(stack, returns);

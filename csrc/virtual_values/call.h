@@ -81,6 +81,7 @@ class Call {
   bool small_ = true;
   std::uint64_t seed_ = 0;
   State state_ = State::known;
+  bool copies_parts_ = false;  // of a tensor that was computed in part: each element has its state
   std::exception_ptr error_;
   std::vector<State> states_;  // by position, of an operator on lists
 };

@@ -58,7 +58,7 @@ void Call::note_arguments_written() {
   for (const Tensor& each : tensors_) {
     if (!each.parameter.written || !is_small(each.tensor)) continue;
     const State state = state_at(each.in_list ? each.position : 0);
-    if (!is_computed(state)) make_finite(alias_on_cpu(each.tensor));
+    if (!is_computed(state) && !copies_parts_) make_finite(alias_on_cpu(each.tensor));
     note_written(each.tensor, state);
   }
   for (const auto& [tensor, value] : compounds_) {

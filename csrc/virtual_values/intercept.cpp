@@ -108,11 +108,14 @@ void count_read(const Operation& operation, State state) {
   }
 }
 
-void after_fresh(const c10::IValue& result) {
+void after_fresh(const c10::IValue& result, bool of_program) {
   follow_allocator();
-  // torch.use_deterministic_algorithms fills what is fresh.
+  // torch.use_deterministic_algorithms fills what is fresh. What a kernel then writes past the
+  // dispatcher into memory of its own is not noted: that counts as unwritten, filled or not.
   const at::Context& context = at::globalContext();
-  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) return;
+  if (of_program && context.deterministicAlgorithms() &&
+      context.deterministicFillUninitializedMemory())
+    return;
   if (result.isTensor() && is_plain(result.toTensor())) ranges().reset(span_of(result.toTensor()));
 }
 
@@ -235,7 +238,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   if (captured) return handle.redispatchBoxed(below, stack);
   if (operation.kind == Kind::fresh) {
     handle.redispatchBoxed(below, stack);
-    return after_fresh(stack->back());
+    return after_fresh(stack->back(), within.first());
   }
   if (operation.kind == Kind::from_host) {
     handle.redispatchBoxed(below, stack);

@@ -21,9 +21,9 @@ bool contains(const std::array<std::string_view, size>& names, std::string_view 
 
 // They have no kernel of their own for CUDA, and are computed as a whole: the innermost operators
 // of which they are made have no kernel for the CPU, or there are none.
-constexpr std::array<std::string_view, 5> kWhole{"aten::convolution", "aten::convolution_backward",
-                                                 "aten::conj_physical_", "aten::ldexp",
-                                                 "aten::ldexp_"};
+constexpr std::array<std::string_view, 6> kWhole{
+    "aten::convolution", "aten::convolution_backward", "aten::conj_physical_", "aten::ldexp",
+    "aten::ldexp_",      "aten::kaiser_window"};
 
 // They change what a tensor is, not its values.
 constexpr std::array<std::string_view, 15> kNoValues{

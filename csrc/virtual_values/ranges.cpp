@@ -129,6 +129,27 @@ State Ranges::lowest(Span span) const {
   return lowest;
 }
 
+std::vector<State> Ranges::each(Span span, std::size_t size) const {
+  std::vector<State> states(span.size() / size, State::known);
+  const auto lower = [&](std::uintptr_t begin, std::uintptr_t end, State state) {
+    for (std::size_t index = (begin - span.begin) / size; span.begin + index * size < end; ++index)
+      states[index] = std::min(states[index], state);
+  };
+  const std::lock_guard lock(mutex_);
+  auto found = entries_.upper_bound(span.begin);
+  if (found != entries_.begin()) --found;
+  std::uintptr_t at = span.begin;
+  for (; at < span.end && found != entries_.end() && found->first < span.end; ++found) {
+    if (found->second.end <= at) continue;  // the one before the range
+    const std::uintptr_t begin = std::max(at, found->first);
+    lower(at, begin, State::unwritten);
+    at = std::min(found->second.end, span.end);
+    lower(begin, at, found->second.state);
+  }
+  lower(at, span.end, State::unwritten);
+  return states;
+}
+
 std::optional<Uniform> Ranges::uniform(Span span) const {
   const std::lock_guard lock(mutex_);
   auto found = entries_.upper_bound(span.begin);

@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 namespace opacus_memprof::virtual_values {
 
@@ -66,6 +67,9 @@ class Ranges {
 
   // Returns the lowest state in the range, and writes nothing.
   [[nodiscard]] State lowest(Span span) const;
+
+  // Returns the lowest state of every `size` bytes of the range.
+  [[nodiscard]] std::vector<State> each(Span span, std::size_t size) const;
 
   // Returns the element that the whole range repeats: a pattern, or zeros if all of it is
   // unwritten. Returns nothing if the range has bytes of its own.

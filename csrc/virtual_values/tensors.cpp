@@ -2,6 +2,7 @@
 #include "virtual_values/tensors.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/nan_to_num.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -162,6 +163,32 @@ void note_written(const at::Tensor& tensor, State state) {
   const auto pieces = pieces_of(tensor);
   for (const Span& piece : pieces) ranges().set(piece, state);
   if (pieces.empty()) ranges().set(span, std::min(state, ranges().materialize(span)));
+}
+
+bool is_partly_computed(const at::Tensor& tensor) {
+  const Span span = span_of(tensor);
+  if (span.size() == 0 || ranges().uniform(span)) return false;
+  const auto states = ranges().each(span, tensor.itemsize());
+  const auto computed = std::count_if(states.begin(), states.end(), is_computed);
+  return computed > 0 && computed < static_cast<std::ptrdiff_t>(states.size());
+}
+
+void note_copied(const at::Tensor& from, const at::Tensor& to) {
+  constexpr auto kBetween = static_cast<State>(0xFF);
+  const Span span = span_of(to);
+  auto given = ranges().each(span_of(from), from.itemsize());
+  std::vector<State> taken(span.size() / to.itemsize(), kBetween);
+  // A byte for each element, where the element is.
+  const auto states_as = [](std::vector<State>& states, const at::Tensor& like) {
+    return at::from_blob(states.data(), like.sizes(), like.strides(), at::kByte);
+  };
+  states_as(taken, to).copy_(states_as(given, from));
+  for (std::size_t begin = 0, end = 0; begin < taken.size(); begin = end) {
+    while (end < taken.size() && taken[end] == taken[begin]) ++end;
+    if (taken[begin] == kBetween) continue;
+    ranges().set({span.begin + begin * to.itemsize(), span.begin + end * to.itemsize()},
+                 std::max(taken[begin], State::assumed));
+  }
 }
 
 void note_not_computed(const at::Tensor& tensor) {

@@ -50,6 +50,11 @@ State state_of(const at::Tensor& tensor);
 // Notes that the elements have been written. Elements that are not next to each other are noted
 // each, if they are few.
 void note_written(const at::Tensor& tensor, State state);
+// Returns whether some elements of a small tensor were computed and others were not, those between
+// its elements included.
+bool is_partly_computed(const at::Tensor& tensor);
+// Notes that a small tensor was copied, each element with its own state.
+void note_copied(const at::Tensor& from, const at::Tensor& to);
 // Notes that the elements were written with values that were not computed; they read as zero.
 void note_not_computed(const at::Tensor& tensor);
 

@@ -165,13 +165,14 @@ def proofs_left_out() -> bool:
 
 
 def _configure_compilers(libraries: Path) -> None:
-    """Configures Triton, Inductor and flash_clip when the program imports them. Child processes do not inherit this."""
+    """Configures what knows values or compiles, when the program imports it. Child processes do not inherit this."""
     _on_import("triton.knobs", lambda knobs: _set_libcuda_path(knobs, libraries))
     _on_import("triton.runtime.cache", _know_triton_by_its_times)
     _on_import("torch._inductor.runtime.cache_dir_utils", _use_separate_cache)
     _on_import("triton.compiler.compiler", _note_what_kernels_write)
     _on_import("torch._inductor.config", _compile_here)
     _on_import("torch.cuda.graphs", lambda graphs: _print_graphs(graphs, libraries))
+    _on_import("torch.distributions.distribution", _accept_uncomputed_parameters)
     _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
     _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
 
@@ -244,6 +245,27 @@ def _leave_proofs_out(situations: Any) -> None:
         self.check = "off"
 
     situations.Situations.__init__ = make_without_proofs
+
+
+def _accept_uncomputed_parameters(module: Any) -> None:
+    """Makes distributions accept parameters and samples that were not computed, since not every support has zeros."""
+
+    def accepting(check: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(check)
+        def check_computed(*args: Any, **named: Any) -> None:
+            from opacus_memprof.virtual_gpu import values  # loads torch
+
+            before = values.unknown_reads()
+            try:
+                check(*args, **named)
+            except ValueError:
+                if values.unknown_reads() == before:
+                    raise
+
+        return check_computed
+
+    for name in ("__init__", "_validate_sample"):
+        setattr(module.Distribution, name, accepting(getattr(module.Distribution, name)))
 
 
 def _note_what_kernels_write(compiler: Any) -> None:

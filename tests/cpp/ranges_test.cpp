@@ -122,6 +122,15 @@ TEST_F(RangesTest, AgreesWithAModelOfEveryByte) {
         for (std::size_t index = begin; index < end; ++index)
           lowest = std::min(lowest, states[index]);
         EXPECT_EQ(ranges_.lowest(span), lowest);
+        const auto each = ranges_.each(span, 1);
+        EXPECT_TRUE(std::equal(each.begin(), each.end(),
+                               states.begin() + static_cast<std::ptrdiff_t>(begin),
+                               states.begin() + static_cast<std::ptrdiff_t>(end)));
+        if (span.size() % 2 == 0) {
+          const auto pairs = ranges_.each(span, 2);
+          for (std::size_t index = 0; index < pairs.size(); ++index)
+            EXPECT_EQ(pairs[index], std::min(each[2 * index], each[2 * index + 1]));
+        }
         EXPECT_EQ(ranges_.materialize(span), std::max(lowest, State::assumed));
         for (std::size_t index = begin; index < end; ++index) {
           states[index] = std::max(states[index], State::assumed);

@@ -80,6 +80,13 @@ def test_fused_attention_and_its_gradients_are_those_of_the_cpu() -> None:
             assert_close(each, expected)
 
 
+def test_distributions_of_parameters_that_were_not_computed_are_accepted() -> None:
+    found = run("distributions")["distributions"]
+    assert found["shape"] == [1500, 300]
+    assert "aten::item" in found["reads"]  # of torch's check, which zeros do not pass
+    assert found["refused"] == "ValueError"  # known scales are still checked
+
+
 def test_sparse_nested_and_quantized_tensors_and_subclasses_are_computed() -> None:
     found = run("compounds")["compounds"]
     assert found["cpu"][1][0][0] == 3  # three different indices

@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
 def refusal(function: Callable[[Tensor], Any], tensor: Tensor) -> str:
     try:
         function(tensor)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return type(error).__name__
     return ""
 
@@ -59,6 +59,7 @@ def operations(device: str) -> list[Any]:
         columns[:, column] = tokens[:, column].float() * column
     torch.use_deterministic_algorithms(True)
     filled = torch.empty(3, dtype=torch.long, device=device)
+    counts = labels.unique(return_counts=True)
     torch.use_deterministic_algorithms(False)
     flags = torch.ones(3_000_000, dtype=torch.bool, device=device)  # too large to be executed
     halves = torch.full((2_000_000,), 0.5, device=device)
@@ -96,13 +97,18 @@ def operations(device: str) -> list[Any]:
             torch.empty(1, 4, 4, device=device), tokens[None].float(), tokens.t()[None].float(), beta=0, alpha=2
         ),
         torch.empty(4, device=device).addmv_(tokens.float(), labels[:6].float(), beta=0),
-        (columns, columns[:, 1], filled),
+        (columns, columns[:, 1], filled, counts),
         functional.pad(tokens[None].float(), (1, 2), mode="circular"),
+        functional.pad(tokens[None, None] / 0.0, (1, 2, 3, 1), mode="circular").nan_to_num(),
+        torch.kaiser_window(6, device=device).round(decimals=4),
         torch.ldexp(tokens.float(), labels[:6]),
         functional.rrelu(tokens.float() - 4),
         torch.native_batch_norm(tokens[:, :, None].bfloat16(), None, None, None, None, True, 0.1, 1e-5)[1].float(),
         torch.ops.aten._native_batch_norm_legit.no_stats(tokens.bfloat16(), None, None, True, 0.1, 1e-5)[1].float(),
-        [refusal(solve, torch.full((3, 3), torch.nan, device=device)) for solve in (torch.linalg.svd, torch.linalg.eigh)],
+        [
+            refusal(solve, torch.full((3, 3), torch.nan, device=device))
+            for solve in (torch.linalg.svd, torch.linalg.eigh)
+        ],
     ]
     return plain(found)
 
@@ -435,6 +441,18 @@ def unknown() -> dict[str, Any]:
     }
 
 
+def distributions() -> dict[str, Any]:
+    """Scales of a normal distribution that are too large to be computed, and one that is not positive."""
+    scales = torch.rand(1500, 300, device="cuda").exp()
+    drawn = torch.distributions.Normal(0.0, scales).rsample()
+    negative = torch.tensor([1.0, -1.0], device="cuda")
+    return {
+        "shape": list(drawn.shape),
+        "refused": refusal(lambda scale: torch.distributions.Normal(0.0, scale), negative),
+        "reads": sorted({use.operation for use in values.unknown_reads()}),
+    }
+
+
 def blocks() -> dict[str, Any]:
     """Memory that is used again, a thread, and generators."""
     before = torch.full((1000,), 7, device="cuda")
@@ -580,6 +598,7 @@ FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "scaler": scaler,
     "blocks": blocks,
     "unknown": unknown,
+    "distributions": distributions,
     "hooks": lambda: training("hooks"),
     "ghost": lambda: training("ghost"),
     "flash_clip": lambda: training("flash_clip"),
