@@ -132,6 +132,7 @@ State Ranges::lowest(Span span) const {
 std::vector<State> Ranges::each(Span span, std::size_t size) const {
   std::vector<State> states(span.size() / size, State::known);
   const auto lower = [&](std::uintptr_t begin, std::uintptr_t end, State state) {
+    if (begin == end) return;
     for (std::size_t index = (begin - span.begin) / size; span.begin + index * size < end; ++index)
       states[index] = std::min(states[index], state);
   };
