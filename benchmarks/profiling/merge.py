@@ -26,7 +26,7 @@ GPUS = 8  # of a machine
 def lay_out(path: Path, ranks: int, killed: int, events: int) -> dict[str, float]:
     """Writes the ranks' directories; returns what a rank's own summary takes."""
     from opacus_memprof.analysis.profile import build_profile, write_profile
-    from opacus_memprof.profiles.meta import read_meta
+    from opacus_memprof.profiles.profile import read_meta
     from opacus_memprof.recording import native
 
     names = native.names() | {

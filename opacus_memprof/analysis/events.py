@@ -18,8 +18,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.categories import FORWARD_UNDECIDED, PARTS, reported_name
 from opacus_memprof.profiles.directory import META
-from opacus_memprof.profiles.meta import NameLists, read_meta
-from opacus_memprof.profiles.profile import PROOF_OP, HookedActivations
+from opacus_memprof.profiles.profile import PROOF_OP, HookedActivations, NameLists, read_meta
 
 Rows = npt.NDArray[np.void]
 

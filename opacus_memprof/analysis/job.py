@@ -21,8 +21,7 @@ from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.job_summary import Imbalance, JobSummary, Rank, RankPeak, Spread, Straggler, TotalPeaks
 from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.meta import Meta, read_meta
-from opacus_memprof.profiles.profile import Device, Finding, Profile, Sizes, Virtual, virtual_gpu_of
+from opacus_memprof.profiles.profile import Device, Finding, Meta, Profile, Sizes, Virtual, read_meta, virtual_gpu_of
 from opacus_memprof.profiles.units import format_count, format_ranks
 
 # A rank whose peak is this many times the median is a straggler: it alone decides which batch fits.

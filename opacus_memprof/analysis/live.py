@@ -18,8 +18,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, META
 from opacus_memprof.profiles.json_object import JsonObject
-from opacus_memprof.profiles.meta import read_meta
-from opacus_memprof.profiles.profile import Groups, ReservedPeak, Sizes, VirtualGpus
+from opacus_memprof.profiles.profile import Groups, ReservedPeak, Sizes, VirtualGpus, read_meta
 
 _EVENTS_PATH = re.compile(rf"(?P<path>/.*)/{re.escape(EVENTS)}(?: \(deleted\))?")
 _MIN_STEPS = 4  # for a trend

@@ -31,9 +31,8 @@ from opacus_memprof.profiles.files import read_regular, write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
-from opacus_memprof.profiles.meta import Meta, read_meta
 from opacus_memprof.profiles.oom_report import OomReport
-from opacus_memprof.profiles.profile import EventCounts, EventGap, Profile, Timeline, VirtualGpus
+from opacus_memprof.profiles.profile import EventCounts, EventGap, Meta, Profile, Timeline, VirtualGpus, read_meta
 
 TIMELINE_POINTS = 2000  # maximum number of rows of a timeline in profile.json
 

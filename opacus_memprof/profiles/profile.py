@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of profile.json, the summary that every report reads.
+"""The structure of profile.json, the summary that every report reads, and of meta.json.
+
+meta.json has the names of the ids in events.bin, and the origin of the profile.
 
 Sizes are bytes; `unix_ns` are nanoseconds since 1970, `time_ns` since recording began; steps count from 0. `step` is a
 physical one (a call of optimizer.step), `logical_step` one of the privacy accountant. `event` is the number of a record
@@ -8,11 +10,13 @@ in events.bin; None if there is no record of this instant. `categories` are byte
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
-from opacus_memprof.profiles.json_object import FORMAT, JsonObject
+from opacus_memprof.profiles.json_object import FORMAT, JsonObject, read_json_object
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.units import format_bytes
 
@@ -442,3 +446,45 @@ def by_innermost_line(lines: Groups) -> Groups:
         for category, size in sizes.items():
             total[category] = total.get(category, 0) + size
     return result
+
+
+class NameLists(JsonObject):
+    """The names of the ids. A name's id is its index in the list of its kind.
+
+    Attributes:
+        components: the component of each module, such as "attention", as hooks recognised it; "" if they did not.
+        lines: for each op that stands for lines of the user's own code, the innermost: "train.py:41 in update"; "" for
+            others.
+    """
+
+    categories: list[str] = []
+    phases: list[str] = []
+    modules: list[str] = []
+    components: list[str] = []
+    ops: list[str] = []
+    lines: list[str] = []
+    threads: list[str] = []
+    streams: list[str] = []
+    devices: list[str] = []
+
+
+class Meta(JsonObject):
+    """The fields of meta.json that readers need; those of profile.json with the same names have the same meaning.
+
+    Attributes:
+        names: names of the ids in events.bin; those of a killed process may lack the ids of its last events.
+        reserved_peaks: by device, as of the time when the file was written.
+    """
+
+    format: Literal[1] = FORMAT
+    versions: dict[str, str | None] = {}
+    virtual: VirtualGpus | UnsetType = UNSET
+    command: list[str] = []
+    launch: Launch | None = None
+    names: NameLists = msgspec.field(default_factory=NameLists)
+    reserved_peaks: dict[str, ReservedPeak] = {}
+
+
+def read_meta(path: Path) -> Meta:
+    """Reads meta.json, or returns an empty one without the file. Raises MemprofError if it cannot be read."""
+    return read_json_object(path, Meta, "remove it, or profile again") if path.exists() else Meta()

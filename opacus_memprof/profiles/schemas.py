@@ -17,11 +17,10 @@ from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import JsonObject
 from opacus_memprof.profiles.live_memory import Snapshot
-from opacus_memprof.profiles.meta import Meta
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.plan import Plan
 from opacus_memprof.profiles.privacy_check import PrivacyCheck
-from opacus_memprof.profiles.profile import Profile
+from opacus_memprof.profiles.profile import Meta, Profile
 
 STRUCTURES: dict[str, type[JsonObject]] = {
     "profile": Profile,

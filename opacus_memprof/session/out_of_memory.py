@@ -28,9 +28,9 @@ from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import OOM_REPORTS
 from opacus_memprof.profiles.files import write_text
 from opacus_memprof.profiles.json_object import to_json
-from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.plan import add_trials
+from opacus_memprof.profiles.profile import NameLists
 from opacus_memprof.recording import faults, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, observe

@@ -16,10 +16,9 @@ from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.language import in_language
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import OomReport, SuggestedChange
 from opacus_memprof.profiles.plan import Plan, PlanVerdict, TriedAdvice, add_trials
-from opacus_memprof.profiles.profile import Finding, Profile
+from opacus_memprof.profiles.profile import Finding, NameLists, Profile
 from opacus_memprof.reports.oom import print_oom
 from opacus_memprof.reports.summary import ModuleRow, fold_modules, print_failure, print_summary
 

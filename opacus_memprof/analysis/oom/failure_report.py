@@ -18,7 +18,6 @@ from opacus_memprof.analysis.oom.layers import Layer
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Step
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.profiles.meta import NameLists
 from opacus_memprof.profiles.oom_report import (
     FittingBatch,
     HeldBlocks,
@@ -31,7 +30,7 @@ from opacus_memprof.profiles.oom_report import (
     OomReport,
     Request,
 )
-from opacus_memprof.profiles.profile import Groups, Virtual
+from opacus_memprof.profiles.profile import Groups, NameLists, Virtual
 
 _TOP = 20
 _LARGE_LOSS, _NEAR_PEAK = 0.4, 0.97  # of the needed bytes

@@ -44,6 +44,7 @@ class Bookkeeping:
         unclipped_in_last_step: number of these samples whose gradients were not clipped, a scalar. Not private.
         beside_layers: names of trained parameters that autograd has given a gradient outside of the layers.
         loss_mixes: whether the loss of a backward mixes samples, as far as it is known.
+        loss_carries: whether it depends on what other samples have left in an earlier step, as far as it is known.
         limit: the limit of the clipped sums' norms, over all passes since the sums began.
         nonfinite: the treatment of samples whose gradient norm is not finite: "refuse" refuses the step, and "drop"
             leaves these samples out of it.
@@ -69,7 +70,7 @@ class Bookkeeping:
         self.unclipped_in_last_step: torch.Tensor | int = 0
         self.mode: Literal["keep", "norms", "sums"] = "keep"
         self.beside_layers: list[str] = []
-        self.loss_mixes = False
+        self.loss_mixes = self.loss_carries = False
         self.limit = Limit()
         self.nonfinite = nonfinite
         self.dropped: list[int] = []
@@ -95,7 +96,7 @@ class Bookkeeping:
         self._passes.clear()
         self._tasks.clear()
         self.beside_layers.clear()
-        self.loss_mixes = False
+        self.loss_mixes = self.loss_carries = False
         self._norm_checks.clear()
         self._unclipped = 0
 
@@ -370,6 +371,14 @@ class Bookkeeping:
                 "of one half of the batch depends on the other half, as for losses over pairs of samples, statistics "
                 "of the batch, the root of a mean, and means over all valid or weighted labels. Compute one loss for "
                 "each sample from its own outputs, divided by its own number of labels, and sum or average these."
+            )
+        if self.loss_carries:
+            raise MemprofError(
+                "the loss of the model's outputs gets what other samples have left in an earlier step, beside the "
+                "updates of the parameters: such as a queue or bank of features, a moving average of outputs or "
+                "losses, prototypes of classes, or earlier outputs as targets. These samples change the gradients of "
+                "others there, which no clipping bounds. Compute it anew in each step, from the parameters and each "
+                "sample's own data or from public data, or use it for logging alone."
             )
         for each in self._passes:
             present = each.parameter_ids()

@@ -2,10 +2,12 @@
 """A program's call of the model, the data that its backward needs, and the check of steps against outputs."""
 
 import functools
+import math
+import sys
 import threading
 import warnings
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -23,6 +25,16 @@ from opacus_memprof.clipping.proof.explanation import RecordedForward, check_exp
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.situations import Situation
 from opacus_memprof.errors import MemprofError
+
+_MOST_NUMBERS = 64
+_SMALL = [10.0**-i for i in range(3, 13)]
+"""What programs add before they divide."""
+_SHARES = [each for i in range(1, 5) for n in (1, 2, 5) for each in (n * 10.0**-i, 1 - n * 10.0**-i)]
+"""The weights that moving averages give a new number."""
+_LATEST = 16
+"""The numbers that are looked for in moving averages."""
+ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
+"""Operations whose arguments are numbers that a program may have read."""
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
 """Tensors of the model's output, each with the position of its samples; None for tensors that all samples share."""
@@ -278,7 +290,17 @@ def has_parameters_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(isinstance(leaf, nn.Parameter) for leaf in tree_flatten((args, kwargs))[0])
 
 
-def advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
+def without_samples(call: Call, batch: int) -> str:
+    """Returns the sentence for a module that cannot run on some samples of its inputs."""
+    return (
+        "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
+        "model ran on its whole input, but not on some samples of it "
+        f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
+        "it." + _advice_for_shapes(call.args, call.kwargs, batch)
+    )
+
+
+def _advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
     """Returns how to pass tensors of other lengths than the first: one that all samples share, or a recurrent state."""
     leaves = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     advice = ""
@@ -308,3 +330,87 @@ def gradient_of_cache(repeated: str) -> MemprofError:
 def arrangements_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:
     """Returns the position of samples in the outputs of an empty batch, before any other batch has shown it."""
     return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
+
+
+class ReadNumbers:
+    """The numbers that a program has read of the samples of a call (`item()`), and what it may compute from them.
+
+    Args:
+        batch: the number of samples.
+
+    Attributes:
+        read: the numbers, the last ones last.
+        used: numbers that the loss was computed with.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.read: list[float] = []
+        self.used: list[float] = [0.0, 1.0]
+
+    def add(self, number: float) -> None:
+        """Adds a number that was read."""
+        self.read = [*self.read[1 - _MOST_NUMBERS :], number]
+
+    def note_use(self, x: Any) -> None:
+        """Notes an argument of an operation of the loss, which may be a moving average."""
+        if _is_long(x):
+            self.used = [*self.used[1 - _LATEST :], x]
+
+    def has(self, name: str, x: Any) -> bool:
+        """Returns whether an operation's argument is a number that was read, or a simple function of one.
+
+        Other numbers that a program computes from it look like numbers of the program's text.
+        """
+        if not self.read:
+            return False
+        if name == "lift_fresh" and is_of_few(x):
+            return any(self.has("full", each) for each in x.flatten().tolist())
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in ARITHMETIC:
+            return False
+        if isinstance(x, float) and _is_long(x):
+            return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
+        return abs(x) > 1 and x in self.read and not _is_in_text(x)
+
+    def explains(self, x: Any) -> bool:
+        """Returns whether a number, or one of a few in a tensor, is a simple function of these or a moving average."""
+        if is_of_few(x):
+            return any(map(self.explains, x.flatten().tolist()))
+        if not self.read or not _is_long(x):
+            return False
+        latest = [float(each) for each in self.read[-_LATEST:] if math.isfinite(each)]
+        averages = [c + share * (each - c) for each in latest for c in self.used for share in _SHARES]
+        for each in (*latest, sum(latest), sum(latest) / max(1, len(latest)), *averages):
+            for shifted in (each, each + 1e-8, each + 1e-6, each + 1e-5):
+                if abs(x - shifted) <= 2e-7 * abs(x) or (shifted and abs(x - 1 / shifted) <= 2e-7 * abs(x)):
+                    return True
+        return False
+
+    def _derived(self) -> Iterator[float]:
+        """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
+        read = [float(each) for each in self.read if math.isfinite(each)]
+        for each in (*read, sum(read), sum(read) / max(1, len(read))):
+            for shifted in (each, *(each + small for small in _SMALL)):
+                if shifted:
+                    yield from (shifted, 1 / shifted)
+            yield from (each * each, math.sqrt(abs(each)), each * self._batch, each / self._batch)
+
+
+def is_of_few(x: Any) -> bool:
+    """Returns whether something is a tensor of few numbers."""
+    return isinstance(x, torch.Tensor) and 0 < x.numel() <= _MOST_NUMBERS
+
+
+def _is_long(x: Any) -> bool:
+    """Returns whether a number has too many digits to be there by chance."""
+    return isinstance(x, float) and math.isfinite(x) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x)
+
+
+def _is_in_text(x: float) -> bool:
+    """Returns whether a function that is running has this constant."""
+    frame = sys._getframe()
+    while frame is not None:
+        if any(type(each) is type(x) and each == x for each in frame.f_code.co_consts):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -36,7 +36,6 @@ from opacus_memprof.clipping.module.calls import (
     Call,
     ExplainedSteps,
     Outputs,
-    advice_for_shapes,
     allocated_bytes,
     arrangements_by_shape,
     batch_size,
@@ -46,6 +45,7 @@ from opacus_memprof.clipping.module.calls import (
     has_parameters_alone,
     one_pass_fits,
     open_objects,
+    without_samples,
 )
 from opacus_memprof.clipping.proof.batches import (
     alias_cached_tensors,
@@ -192,6 +192,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Called when a step begins, whose operations are not the program's: ranks communicate there, for example."""
         self._parts.pause()
 
+    def end_step(self) -> None:
+        """Called when a step has ended, and the program goes on."""
+        self._parts.resume()
+
     def forget_calls(self) -> None:
         """Forgets the calls since the last step, which is refused."""
         self._parts.forget()
@@ -238,9 +242,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
         In a proof, which runs inside a call, the layers' gradients are compared with autograd's instead.
         """
-        if not self.hooks_enabled or self.layer_hooks.is_off or self._call is not None:
-            return
-        if self.registry.model.training:
+        is_followed = self.hooks_enabled and not self.layer_hooks.is_off and self._call is None
+        if is_followed and self.registry.model.training:
             self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
@@ -314,7 +317,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         was_layer = self._attached.is_tapped(module)
         try:
             if self._proofs.joint is None and not self.bookkeeping.is_captured:
-                self._parts.check_rows(self._call)
+                self._parts.check_rows(self._call, self.registry.model)
             self._begin(self._call)
         except MemprofError as raised:
             error = self._call.other_thread or raised
@@ -332,7 +335,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Checks the inputs of a call without gradients, whose outputs a later call may have as inputs."""
         try:
             if self.registry.model.training:
-                self._parts.check_rows(call)
+                self._parts.check_rows(call, self.registry.model)
         except MemprofError as error:
             self.certificate.refuse(error)
             self.bookkeeping.refusal.add(error)
@@ -413,6 +416,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if call.is_off:
             if self.registry.model.training and not self.bookkeeping.is_captured:
                 self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)])
+            else:
+                self._parts.resume()
             return None
         try:
             return self._finish(call, output)
@@ -429,12 +434,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self.bookkeeping.refusal.error = call.other_thread  # the step raises it, if only the thread sees it now
             raise call.other_thread
         if call.cannot_run is not None:
-            raise MemprofError(
-                "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
-                "model ran on its whole input, but not on some samples of it "
-                f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-                "it." + advice_for_shapes(call.args, call.kwargs, hooks.batch)
-            ) from call.cannot_run
+            raise MemprofError(without_samples(call, hooks.batch)) from call.cannot_run
         situation = call.situation
         if call.random is not None:
             self._call, call.depth = call, 1
@@ -495,6 +495,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _end_between(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> None:
         """Ends what follows the program between calls, because a backward has reached an output."""
         self.bookkeeping.loss_mixes |= self._parts.end(where, batch, gradient)
+        self.bookkeeping.loss_carries |= self._parts.carries
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
         """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.

@@ -307,6 +307,11 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Returns whether this process adds the noise of the parameter."""
         return True
 
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        found: float | None = super().step(closure)
+        self._module.end_step()
+        return found
+
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Clips and, unless the step is skipped (BatchMemoryManager), adds noise and averages.
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries of tensors in a proof: a few numbers for each sample.
 
-They show whether another tensor has the same bits for a sample, and if not, how large the difference is.
+They show whether another tensor has the same bits for a sample, and if not, how large the difference is. Also, a number
+for whole tensors, by which they are known again in a later step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opacus_memprof.clipping.workspace import slices
@@ -19,6 +21,7 @@ _COLUMNS = 1 << 17  # columns that have random numbers of their own
 _CHUNK_BYTES = 1 << 25
 _PROJECTIONS = 4
 _SEED = 0x5EED
+_MOST_OF_A_MARK = 1 << 16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -228,3 +231,49 @@ def halves(batch: int) -> list[list[bool]]:
     """
     count = max(1, (batch - 1).bit_length())
     return [[(n >> b) & 1 == v for n in range(batch)] for b in range(count) for v in (0, 1)]
+
+
+class Tensors:
+    """Tensors that a program has from elsewhere, by their values, and by their places in memory while these live.
+
+    A tensor whose values change in its place is the program's own, such as an average of weights. A batch is a new one.
+    """
+
+    def __init__(self) -> None:
+        self._marks: set[Any] = set()
+        self._places: dict[Any, StorageWeakRef] = {}
+
+    def add_computed(self, x: torch.Tensor) -> None:
+        """Adds the memory of a tensor that an operation has returned."""
+        storage = x.untyped_storage()
+        self._places[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def add(self, x: torch.Tensor) -> None:
+        """Adds a tensor."""
+        self._marks.add(self._mark(x))
+        self._places[self._place(x)] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def update(self, other: Tensors) -> None:
+        """Adds the tensors of another instance."""
+        self._marks |= other._marks
+        both = {**self._places, **other._places}
+        self._places = {place: known for place, known in both.items() if not known.expired()}  # type: ignore[no-untyped-call]
+
+    def has(self, x: torch.Tensor) -> bool:
+        """Returns whether a tensor is there, or was with other values."""
+        places = (self._places.get(place) for place in (self._place(x), x.untyped_storage()._cdata))
+        is_kept = any(known is not None and not known.expired() for known in places)  # type: ignore[no-untyped-call]
+        return is_kept or self._mark(x) in self._marks
+
+    @staticmethod
+    def _place(x: torch.Tensor) -> Any:
+        return x.untyped_storage()._cdata, x.storage_offset(), x.shape
+
+    @staticmethod
+    @torch.no_grad()
+    def _mark(x: torch.Tensor) -> Any:
+        """Returns what is the same for equal tensors, and hardly for others."""
+        numbers = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
+        numbers = numbers[:: 1 + len(numbers) // _MOST_OF_A_MARK]
+        places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=torch.float64)
+        return x.shape, x.dtype, float((numbers.double().nan_to_num() * places.sqrt()).sum())

@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program computes from the samples of a call is computed again for other samples.
+
+What is still there after the step stays with the values that it would have, for what the next step makes of it.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
+from opacus_memprof.clipping.module.calls import ARITHMETIC, ReadNumbers, device_of, is_of_few
+from opacus_memprof.clipping.proof.batches import (
+    GENTLE,
+    VARIANTS,
+    as_output,
+    leaves_of,
+    perturbed,
+)
+from opacus_memprof.clipping.proof.recorder import differing, far_apart
+from opacus_memprof.clipping.proof.summary import Rows, Tensors, halves, release
+
+OTHER_BYTES = 64 << 20
+"""Limit on the copies of a call's tensors, for other samples."""
+_MOST_BYTES = 256 << 20
+"""Limit on the size of one tensor that is copied when it is written to."""
+_SAME_SUM = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The relative rounding of a loss; 3e-2 in low precision."""
+_OF_TABLES = ("index", "index_select", "embedding", "gather", "take")
+"""Operations whose first argument has rows of its own where the second depends on the samples."""
+_OF_CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
+"""Operations whose third argument is one weight for each class."""
+_OF_NUMBERS = ("lift_fresh", "full", "full_like", "fill", "fill_", "scalar_tensor")
+"""Operations that make a tensor of a number."""
+_OF_RANKS = ("c10d", "_c10d_functional")
+"""Namespaces of operations that all ranks call equally often, so that they cannot run again on one of them."""
+_CARRIED = 3
+"""The plans of what earlier steps have left: one half of their samples are others, the other half, and all."""
+_PRUNED_AFTER = 64
+
+
+class _Unchanged:
+    """Stands for memory that has the program's own values, although it depends on samples in another plan."""
+
+
+_UNCHANGED = _Unchanged()
+_Storage = torch.UntypedStorage | _Unchanged | None
+"""Memory with the values of a plan; None if they are not known."""
+
+
+class OtherSamples(TorchDispatchMode):
+    """Computes what the program computes from the samples of a call again, for batches with some other samples.
+
+    Each operation on a tensor that depends on the call runs once more for each of these batches, with or without
+    gradients. A sample whose own data stays must keep its rows. A loss must add up: where both halves of the samples
+    change, it must change by the sum of what it changes by where each of them changes.
+
+    Tensors that the program has from elsewhere, such as labels and masks, have samples if they have as many rows, and
+    are no constants: they have other values than in earlier steps or, in the first, are integers that repeat.
+
+    After its backward (`keep`) it goes on with what was computed from the samples, until the next call. What is left of
+    that is then known to the next instance (`take`), in plans of its own, in which all samples of the next step stay.
+
+    Args:
+        batch: the number of samples.
+        size: the bytes of the call's tensors.
+        constants: the tensors from elsewhere in earlier steps; None in the first step.
+        found: gets those of this step.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, batch: int, size: int, constants: Tensors | None, found: Tensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch, self.constants, self.found = batch, constants, found
+        self.is_on = True
+        self.kept = [torch.tensor(plan) for plan in halves(batch)[: max(2, OTHER_BYTES // max(1, size))]]
+        self.reads_numbers = False  # whether a number of the samples has become an argument or a condition
+        self.weighs_unequally = False  # whether a mean gives some samples more weight, so that weights are shared
+        self._numbers = ReadNumbers(batch)
+        self._earlier = ReadNumbers(batch)  # of the step before
+        self._others: dict[int, tuple[StorageWeakRef, list[_Storage]]] = {}
+        self._given: set[int] = set()  # the memory of inputs and of labels that are integers
+        self._labels: set[int] = set()  # that of other labels, which a program may have computed
+        self._known: set[int] = set()  # that of such labels of the step before
+        self._seen: dict[int, tuple[bool, bool]] = {}  # whether earlier samples stay in the halves, by their inputs
+        self._inputs: list[torch.Tensor] = []  # hashes of the samples' inputs in the calls
+        self._stay: list[torch.Tensor] = []  # which samples must stay in the plans of earlier steps
+        self.is_over = False  # whether its backward is over
+        self.is_entered = False
+        self._count = 0
+        self._shared: dict[int, StorageWeakRef] = {}  # of tensors that do not depend on the samples
+
+    @property
+    def _plans(self) -> int:
+        """The number of plans: the halves of the batch, no sample, and those of earlier steps."""
+        return len(self.kept) + 1 + len(self._stay)
+
+    def add(self, x: torch.Tensor, where: Arrangement, is_label: bool = False, is_given: bool = True) -> None:
+        """Adds a tensor with samples at `where`. Other samples' labels are those of the batch in another order."""
+        if self.depends(x) and self._storages_of(x)[0] is not _UNCHANGED:
+            return
+        by_sample = where.by_sample(x.detach(), self.batch)
+        # Losses of probabilities take no other numbers, and on a GPU end the process.
+        in_range = is_label or (x.is_floating_point() and bool(((x >= 0) & (x <= 1)).all()))
+        variants = [GENTLE[0] if in_range else i % VARIANTS for i in range(len(self.kept))]
+        rows = [
+            perturbed([by_sample], self.batch, k, v, i)[0]
+            for i, (k, v) in enumerate(zip(self.kept, variants, strict=True))
+        ]
+        keep = self.kept[0].to(x.device).view(-1, *[1] * (by_sample.dim() - 1))
+        rows.append(torch.where(keep, rows[1], rows[0]))
+        if is_given:
+            kind = self._labels if is_label and x.is_floating_point() else self._given
+            kind.add(x.untyped_storage()._cdata)
+        self._add_storages(x, range(len(rows)))
+        for i, each in enumerate(rows):
+            other = self.other(x, i)
+            if other is not None:
+                other.copy_(as_output(each, where, x))
+
+    def add_inputs(self, given: Sequence[torch.Tensor]) -> None:
+        """Notes which samples a call has, by its inputs, so that a later step knows them again."""
+        self._inputs.append(_hashes(given, self.batch))
+
+    def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
+        """Returns what the tensor is for other samples; None if it is not known."""
+        storage = self._storages_of(x)[plan]
+        if storage is None or isinstance(storage, _Unchanged):
+            return None if storage is None else x.detach()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+    def depends(self, x: Any) -> bool:
+        """Returns whether a value was computed from the call's samples, or from those of earlier steps."""
+        return has_storage(x) and x.untyped_storage()._cdata in self._others
+
+    def _storages_of(self, x: torch.Tensor) -> list[_Storage]:
+        return self._others[x.untyped_storage()._cdata][1]
+
+    def share(self, x: torch.Tensor) -> None:
+        """Notes a tensor that does not depend on the samples."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._shared:
+            self._shared[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _is_shared(self, x: torch.Tensor) -> bool:
+        known = self._shared.get(x.untyped_storage()._cdata)
+        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+
+    def _add_from_elsewhere(self, name: str, args: Any, leaves: Sequence[Any]) -> None:
+        """Adds those arguments of an operation that have samples and that no call and no operation has returned."""
+        table = args[0] if name in _OF_TABLES else args[2] if name in _OF_CLASSES and args[2] is not None else None
+        for x in leaves:
+            if self._known and self.depends(x) and x.untyped_storage()._cdata in self._known:
+                self._known.discard(x.untyped_storage()._cdata)  # as it is, it is the program's data again
+                del self._others[x.untyped_storage()._cdata]
+            if type(x) is not torch.Tensor or not has_rows(x) or self.depends(x) or x is table:
+                continue
+            if self._is_shared(x):
+                continue
+            self.found.add(x)
+            is_constant = self._is_of_columns(name, args, x, leaves) or (
+                _may_be_table(x) if self.constants is None else self.constants.has(x) or _is_regular(x)
+            )
+            if is_constant or len(x) != self.batch or not x.is_contiguous():
+                self.share(x)
+            else:
+                self.add(x, PLAIN, is_label=True)
+        if table is not None and name in _OF_TABLES and not any(map(self.depends, tree_flatten(args[1:])[0])):
+            self._add_from_elsewhere("", args, [table])
+
+    def _is_of_columns(self, name: str, args: Any, x: torch.Tensor, leaves: Sequence[Any]) -> bool:
+        """Returns whether an operation takes a tensor's elements for columns of the samples' rows."""
+        if name in ARITHMETIC:
+            return x.dim() == 1 and any(self.depends(each) and each.dim() > 1 for each in leaves)
+        return name == "index" and args[1][0] is None
+
+    def enter(self) -> None:
+        """Enters the mode."""
+        self.is_entered = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
+        self.is_on &= _get_current_dispatch_mode() is self
+        if _get_current_dispatch_mode() is self:
+            self.is_entered = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def keep(self) -> None:
+        """Goes on with what is left after its backward, except inputs and labels, which are the program's data.
+
+        Labels that are no integers may be outputs of another model, so that what follows from them is of the samples.
+        """
+        count = len(self.kept)
+        for hashes in self._inputs:
+            for sample, (first, second) in zip(hashes.tolist(), zip(*self.kept[:2], strict=True), strict=True):
+                before = self._seen.get(sample, (True, True))
+                self._seen[sample] = before[0] and bool(first), before[1] and bool(second)
+        self.kept, self._stay, self._inputs = self.kept[:2], [], []
+        left, size = {}, 0
+        for key, (storage, others) in self._others.items():
+            own = [others[0], others[1], others[count]]
+            if all(each is _UNCHANGED for each in own):
+                own = others[count + 1 :]
+            if storage.expired() or key in self._given or all(each is _UNCHANGED for each in own):  # type: ignore[no-untyped-call]
+                continue
+            size += sum(each.nbytes() for each in own if isinstance(each, torch.UntypedStorage))
+            left[key] = storage, own if size <= OTHER_BYTES else [None, None, own[2]]
+        self._others = left
+        self._shared.clear()
+        self.is_over = self.is_on = True
+        release()
+
+    def take(self, earlier: "OtherSamples", given: Sequence[torch.Tensor]) -> None:
+        """Takes over what an earlier step has left, for a call with these inputs."""
+        self._seen, self._earlier = earlier._seen, earlier._numbers
+        self._known, self._stay = earlier._labels, earlier._staying(given, self.batch)
+        for key, (storage, others) in earlier._others.items():
+            if not storage.expired():  # type: ignore[no-untyped-call]
+                self._others[key] = storage, [*[_UNCHANGED] * (len(self.kept) + 1), *others]
+
+    def _staying(self, given: Sequence[torch.Tensor], batch: int) -> list[torch.Tensor]:
+        """Returns which samples of a call must stay in each plan of earlier steps.
+
+        A sample that an earlier step had, too, may depend on what it has left there itself.
+        """
+        known = [self._seen.get(each) for each in _hashes(given, batch).tolist()]
+        halves = [[each is None or each[i] for each in known] for i in (0, 1)]
+        return [torch.tensor(each) for each in (*halves, [each is None for each in known])]
+
+    @torch.no_grad()
+    def has_left(self, x: Any, given: Sequence[torch.Tensor], batch: int) -> bool:
+        """Returns whether an argument or a parameter of the next step's call has what other samples have left.
+
+        Args:
+            x: the argument.
+            given: the call's tensors with samples.
+            batch: their number.
+        """
+        if isinstance(x, float):
+            return self._numbers.explains(x)
+        if not self.depends(x) or not x.numel():
+            return False
+        by_row = x.dim() > 0 and len(x) == batch
+        stay = self._staying([each for each in given if not self.depends(each)], batch)
+        for plan in range(_CARRIED):
+            other = self.other(x, plan)
+            if other is None or not (by_row or plan == _CARRIED - 1):
+                continue
+            rows = stay[plan] if by_row else torch.ones(1, dtype=torch.bool)
+            a, b = (Rows.of(each if by_row else each.reshape(1, -1)) for each in (x.detach(), other))
+            if far_apart(a, b, rows):
+                return True
+        return False
+
+    def free(self) -> None:
+        """Frees the tensors, after the backward that has ended the mode's work."""
+        self._others.clear()
+        self._shared.clear()
+        release()
+
+    @torch.no_grad()
+    def mixes_gradients(self, gradient: torch.Tensor, where: Arrangement) -> bool:
+        """Returns whether a loss gives an output other gradients for a sample where other samples change."""
+        if not self.depends(gradient):
+            return False
+        rows = Rows.of(where.by_sample(gradient, self.batch))
+        return self._differs(gradient, where, rows, dict(enumerate(self.kept)))
+
+    @torch.no_grad()
+    def carries_gradients(self, gradient: torch.Tensor, where: Arrangement) -> bool:
+        """Returns whether a loss gives an output other gradients where other samples of earlier steps change."""
+        if not self._stay or not self.depends(gradient):
+            return False
+        rows = Rows.of(where.by_sample(gradient, self.batch))
+        return self._differs(gradient, where, rows, dict(enumerate(self._stay, len(self.kept) + 1)))
+
+    def _differs(self, gradient: torch.Tensor, where: Arrangement, rows: Rows, plans: dict[int, torch.Tensor]) -> bool:
+        for plan, kept in plans.items():
+            other = self.other(gradient, plan)
+            if other is not None and far_apart(rows, Rows.of(where.by_sample(other, self.batch)), kept):
+                return True
+        return False
+
+    @torch.no_grad()
+    def mixes(self, x: Any) -> bool:
+        """Returns whether an argument of the next call has rows of other samples, or of several."""
+        if not self.depends(x):
+            return self._numbers.has("full", x)
+        count = self.batch
+        ways = {(d, tiled) for d in range(min(2, x.dim())) if x.shape[d] % count == 0 for tiled in (True, False)}
+        has_rows = any(d == 0 for d, _ in ways)
+        of_all = torch.ones(len(x) if x.dim() else 1, dtype=torch.bool, device=x.device)
+        for i, kept in enumerate(self.kept if x.numel() else ()):
+            other = self.other(x, i)
+            if other is None:
+                return False
+            for d, tiled in list(ways):
+                times = x.shape[d] // count
+                rows = kept.repeat(times) if tiled else kept.repeat_interleave(times)
+                if far_apart(Rows.of(x.transpose(0, d)), Rows.of(other.transpose(0, d)), rows):
+                    ways.discard((d, tiled))
+            if not has_rows:
+                of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
+        return not ways and x.numel() > 0 and (has_rows or bool(of_all.any()))
+
+    @torch.no_grad()
+    def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:
+        """Returns whether losses are sums over the samples; True if this is unknown.
+
+        Args:
+            losses: the tensors that backward starts from.
+            weights: their gradients; None for a scalar loss.
+        """
+        totals = []
+        for plan in (None, 0, 1, len(self.kept)):  # of all samples, two complementary halves, and none
+            total = 0.0
+            for each in zip(losses, weights, strict=True):
+                loss, weight = (x if x is None or plan is None else self._in_plan(x, plan) for x in each)
+                if loss is None or (weight is None and each[1] is not None):
+                    return True
+                total += float((loss.double() if weight is None else loss.double() * weight.double()).sum())
+            totals.append(total)
+        whole, first, second, none = totals
+        size = sum(map(abs, totals))
+        rounding = max(_SAME_SUM.get(loss.dtype, 3e-2) for loss in losses)
+        return not math.isfinite(size) or abs(whole + none - first - second) <= rounding * size
+
+    def _in_plan(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
+        return self.other(x, plan) if self.depends(x) else x
+
+    def _has_unequal_weights(self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> bool:
+        """Returns whether samples have different weights in the mean of a cross entropy, which all of them share."""
+        weights = (target != ignored).double()
+        if weight is not None:
+            weights *= weight.double()[target.clamp(0, len(weight) - 1)]
+        if weights.numel() % self.batch:
+            return False
+        sums = weights.reshape(self.batch, -1).sum(1), weights.reshape(-1, self.batch).sum(0)
+        return all(float(each.max() - each.min()) > 1e-9 * float(each.max()) for each in sums)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        name = func._schema.name.split("::")[1]
+        if self.is_over:
+            self._prune()
+        else:
+            self.reads_numbers |= any(self._numbers.has(name, leaf) for leaf in leaves)
+            self._add_from_elsewhere(name, args, leaves)
+        depends = any(map(self.depends, leaves))
+        read = self._read_before(name, leaves, depends)
+        if not depends and not read:
+            output = func(*args, **kwargs)
+            for x in leaves_of(output) if not self.is_over else ():
+                if has_storage(x) and not self._is_shared(x):
+                    self.share(x)
+                    self.found.add_computed(x)
+            return output
+        if func.namespace in _OF_RANKS:
+            output = func(*args, **kwargs)
+            for x in leaves_of(output):
+                if has_storage(x):
+                    self._set(x, [None] * self._plans)
+            return output
+        if name in _OF_CLASSES and args[3] == 1 and not self.is_over:
+            self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
+        plans = range(self._plans)
+        changed = [i for i in plans if any(self._is_changed(x, i) for x in leaves) or (read and self._may_carry(i))]
+        if func._schema.is_mutable:
+            for leaf in leaves:
+                if has_storage(leaf):
+                    self._add_storages(leaf, changed)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        before = RandomState.now(device_of(args, kwargs)) if draws else None
+        inputs = {i: [self.other(x, i) if self.depends(x) else x for x in leaves] for i in changed}
+        for i in filter(self._may_carry, changed if read else ()):
+            inputs[i] = [1.25 * leaves[place] if place in read else x for place, x in enumerate(inputs[i])]
+        output = func(*args, **kwargs)
+        others = {i: None if _misses(a, leaves) else self._run(func, a, structure, before) for i, a in inputs.items()}
+        if name == "_local_scalar_dense":
+            if any(each is not None and each != output for each in others.values()):
+                self.reads_numbers |= isinstance(output, bool)
+                self._numbers.add(output)
+            return output
+        for place, x in enumerate(leaves_of(output)):
+            if isinstance(x, torch.Tensor) and changed and not self.depends(x):
+                found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
+                like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
+                self._set(x, [like.get(i, _UNCHANGED) for i in plans])
+        return output
+
+    def _is_changed(self, x: Any, plan: int) -> bool:
+        """Returns whether a value is another one in a plan, or not known there."""
+        return self.depends(x) and self._storages_of(x)[plan] is not _UNCHANGED
+
+    def _may_carry(self, plan: int) -> bool:
+        """Returns whether numbers that were read in the step before are other ones in a plan."""
+        return self.is_over or plan > len(self.kept)
+
+    def _prune(self) -> None:
+        """Does without the mode if nothing is left that depends on the samples."""
+        self._count += 1
+        if self._count % _PRUNED_AFTER == 0:
+            self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+            self.is_on = bool(self._others)
+
+    def _read_before(self, name: str, leaves: Sequence[Any], depends: bool) -> list[int]:
+        """Returns which arguments of an operation are numbers, or tensors of numbers, that the step before has read."""
+        numbers = self._numbers if self.is_over else self._earlier
+        if not (depends or name in _OF_NUMBERS):
+            return []
+        if depends and not self.is_over:
+            for x in leaves:
+                self._numbers.note_use(x)
+        return [i for i, x in enumerate(leaves) if (name == "lift_fresh" or not is_of_few(x)) and numbers.explains(x)]
+
+    def _run(self, func: Any, leaves: list[Any], structure: Any, before: RandomState | None) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        try:
+            with before.restored() if before is not None else nullcontext():
+                return func(*args, **kwargs)
+        except Exception:  # not for these samples
+            return None
+
+    def _add_storages(self, x: torch.Tensor, plans: Sequence[int]) -> None:
+        """Gives a tensor memory of its own in these plans, with its values, as far as the bytes allow."""
+        storages = self._storages_of(x) if self.depends(x) else [_UNCHANGED] * self._plans
+        new = [i for i in plans if storages[i] is _UNCHANGED]
+        if not new:
+            return
+        size = x.untyped_storage().nbytes()
+        # The plans come first that are needed most: no sample, the first two halves, and those of earlier steps.
+        order = sorted(new, key=lambda i: (i < len(self.kept), i not in (0, 1), i))
+        fits = order[: max(_CARRIED, 1 + OTHER_BYTES // max(1, size))] if size <= _MOST_BYTES else []
+        copies = {i: x.untyped_storage().clone() if i in fits else None for i in new}  # type: ignore[no-untyped-call]
+        self._set(x, [copies.get(i, each) for i, each in enumerate(storages)])
+
+    def _set(self, x: torch.Tensor, storages: list[_Storage]) -> None:
+        self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+        storage = x.untyped_storage()
+        self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _hashes(given: Sequence[torch.Tensor], batch: int) -> torch.Tensor:
+    """Returns numbers that are the same for samples with the same inputs, [B], on the CPU."""
+    total = torch.zeros(batch, dtype=torch.int64)
+    for x in given:
+        total = total * 1000003 + Rows.of(x.detach()).bits.cpu()
+    return total
+
+
+def _misses(others: list[Any], leaves: list[Any]) -> bool:
+    return any(other is None and leaf is not None for other, leaf in zip(others, leaves, strict=True))
+
+
+def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = ((each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (x, other))
+    return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+def _may_be_table(x: torch.Tensor) -> bool:
+    """Returns whether a tensor may have rows of its own, instead of those of the samples, as far as one step tells."""
+    return x.is_floating_point() or x.is_complex() or len(torch.unique(x, dim=0)) == len(x)
+
+
+def _is_regular(x: torch.Tensor) -> bool:
+    """Returns whether integers are numbers of the rows, as torch.arange returns them."""
+    is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return is_integer and 2 < x.numel() == len(x) and not bool(x.flatten().diff(n=2).any())
+
+
+def has_rows(x: Any) -> bool:
+    return has_storage(x) and x.dim() > 0
+
+
+def has_storage(x: Any) -> bool:
+    is_plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
