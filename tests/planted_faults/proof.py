@@ -49,8 +49,8 @@ FAULTS = [
     Fault(
         "numbers_of_the_step_before_are_constants",
         "module/other_samples.py",
-        "and numbers.explains(x)",
-        "and False",
+        "elif not self.is_over and self._earlier.repeats(x, self._earlier):",
+        "elif False:",
         "A mean of earlier losses that the loop has read divides later ones.",
         programs("left_mean_loss_as_a_number", "left_moving_number"),
     ),

@@ -372,15 +372,21 @@ class ReadNumbers:
             return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
         return abs(x) > 1 and x in self.read and not _is_in_text(x)
 
-    def explains(self, x: Any) -> bool:
-        """Returns whether a number, or one of a few in a tensor, is a simple function of these or a moving average."""
+    def repeats(self, x: Any, earlier: "ReadNumbers") -> bool:
+        """Returns whether a number, or one of a few in a tensor, repeats these or is a moving average of them.
+
+        Args:
+            x: the argument of an operation.
+            earlier: the numbers of the step before. What its loss was computed with is a constant, or an average then.
+        """
         if is_of_few(x):
-            return any(map(self.explains, x.flatten().tolist()))
-        if not self.read or not _is_long(x):
+            return any(self.repeats(each, earlier) for each in x.flatten().tolist())
+        if not self.read or not _is_long(x) or x in earlier.used:
             return False
         latest = [float(each) for each in self.read[-_LATEST:] if math.isfinite(each)]
-        averages = [c + share * (each - c) for each in latest for c in self.used for share in _SHARES]
-        for each in (*latest, sum(latest), sum(latest) / max(1, len(latest)), *averages):
+        latest += [sum(latest), sum(latest) / max(1, len(latest))]
+        averages = [c + share * (each - c) for each in latest for c in earlier.used for share in _SHARES]
+        for each in (*latest, *averages):
             for shifted in (each, each + 1e-8, each + 1e-6, each + 1e-5):
                 if abs(x - shifted) <= 2e-7 * abs(x) or (shifted and abs(x - 1 / shifted) <= 2e-7 * abs(x)):
                     return True

@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.module.calls import ARITHMETIC, ReadNumbers, device_of, is_of_few
-from opacus_memprof.clipping.proof.batches import (
-    GENTLE,
-    VARIANTS,
-    as_output,
-    leaves_of,
-    perturbed,
-)
+from opacus_memprof.clipping.proof.batches import Perturbed, leaves_of
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
 from opacus_memprof.clipping.proof.summary import Rows, Tensors, halves, release
 
@@ -51,7 +45,7 @@ class _Unchanged:
 
 
 _UNCHANGED = _Unchanged()
-_Storage = torch.UntypedStorage | _Unchanged | None
+_Storage = torch.UntypedStorage | _Unchanged | Perturbed | None
 """Memory with the values of a plan; None if they are not known."""
 
 
@@ -87,7 +81,8 @@ class OtherSamples(TorchDispatchMode):
         self._numbers = ReadNumbers(batch)
         self._earlier = ReadNumbers(batch)  # of the step before
         self._others: dict[int, tuple[StorageWeakRef, list[_Storage]]] = {}
-        self._given: set[int] = set()  # the memory of inputs and of labels that are integers
+        self._perturbed: dict[int, Perturbed] = {}  # outputs and labels that nothing has written to since
+        self._given: set[int] = set()  # the memory of inputs, of labels that are integers, and of gradients
         self._labels: set[int] = set()  # that of other labels, which a program may have computed
         self._known: set[int] = set()  # that of such labels of the step before
         self._seen: dict[int, tuple[bool, bool]] = {}  # whether earlier samples stay in the halves, by their inputs
@@ -108,23 +103,16 @@ class OtherSamples(TorchDispatchMode):
         if self.depends(x) and self._storages_of(x)[0] is not _UNCHANGED:
             return
         by_sample = where.by_sample(x.detach(), self.batch)
+        if by_sample.stride(0) == 0:
+            return  # one number for all samples
         # Losses of probabilities take no other numbers, and on a GPU end the process.
         in_range = is_label or (x.is_floating_point() and bool(((x >= 0) & (x <= 1)).all()))
-        variants = [GENTLE[0] if in_range else i % VARIANTS for i in range(len(self.kept))]
-        rows = [
-            perturbed([by_sample], self.batch, k, v, i)[0]
-            for i, (k, v) in enumerate(zip(self.kept, variants, strict=True))
-        ]
-        keep = self.kept[0].to(x.device).view(-1, *[1] * (by_sample.dim() - 1))
-        rows.append(torch.where(keep, rows[1], rows[0]))
+        others, storage, count = Perturbed(x, where, self.kept, in_range), x.untyped_storage(), len(self.kept)
+        before = self._storages_of(x)[count + 1 :] if self.depends(x) else [_UNCHANGED] * len(self._stay)
+        self._set(x, [*others.storages(storage, count), *before])
+        self._perturbed[storage._cdata] = others
         if is_given:
-            kind = self._labels if is_label and x.is_floating_point() else self._given
-            kind.add(x.untyped_storage()._cdata)
-        self._add_storages(x, range(len(rows)))
-        for i, each in enumerate(rows):
-            other = self.other(x, i)
-            if other is not None:
-                other.copy_(as_output(each, where, x))
+            (self._labels if is_label and x.is_floating_point() else self._given).add(storage._cdata)
 
     def add_inputs(self, given: Sequence[torch.Tensor]) -> None:
         """Notes which samples a call has, by its inputs, so that a later step knows them again."""
@@ -133,7 +121,7 @@ class OtherSamples(TorchDispatchMode):
     def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
         """Returns what the tensor is for other samples; None if it is not known."""
         storage = self._storages_of(x)[plan]
-        if storage is None or isinstance(storage, _Unchanged):
+        if not isinstance(storage, torch.UntypedStorage):
             return None if storage is None else x.detach()
         return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
@@ -142,7 +130,13 @@ class OtherSamples(TorchDispatchMode):
         return has_storage(x) and x.untyped_storage()._cdata in self._others
 
     def _storages_of(self, x: torch.Tensor) -> list[_Storage]:
-        return self._others[x.untyped_storage()._cdata][1]
+        storage = x.untyped_storage()
+        storages = self._others[storage._cdata][1]
+        if isinstance(perturbed := storages[-1], Perturbed):
+            others = perturbed.storages(storage, _CARRIED - 1)
+            for i in range(-_CARRIED, 0):
+                storages[i] = others[i] if storages[i] is perturbed else storages[i]
+        return storages
 
     def share(self, x: torch.Tensor) -> None:
         """Notes a tensor that does not depend on the samples."""
@@ -197,6 +191,8 @@ class OtherSamples(TorchDispatchMode):
     def keep(self) -> None:
         """Goes on with what is left after its backward, except inputs and labels, which are the program's data.
 
+        Nor gradients, which stay until the step: what a program computes from them in backward is seen if it is small.
+
         Labels that are no integers may be outputs of another model, so that what follows from them is of the samples.
         """
         count = len(self.kept)
@@ -212,9 +208,12 @@ class OtherSamples(TorchDispatchMode):
                 own = others[count + 1 :]
             if storage.expired() or key in self._given or all(each is _UNCHANGED for each in own):  # type: ignore[no-untyped-call]
                 continue
+            if key in self._perturbed:
+                own = [self._perturbed[key]] * _CARRIED
             size += sum(each.nbytes() for each in own if isinstance(each, torch.UntypedStorage))
             left[key] = storage, own if size <= OTHER_BYTES else [None, None, own[2]]
         self._others = left
+        self._perturbed.clear()
         self._shared.clear()
         self.is_over = self.is_on = True
         release()
@@ -246,7 +245,7 @@ class OtherSamples(TorchDispatchMode):
             batch: their number.
         """
         if isinstance(x, float):
-            return self._numbers.explains(x)
+            return self._numbers.repeats(x, self._numbers)
         if not self.depends(x) or not x.numel():
             return False
         by_row = x.dim() > 0 and len(x) == batch
@@ -359,7 +358,7 @@ class OtherSamples(TorchDispatchMode):
             self.reads_numbers |= any(self._numbers.has(name, leaf) for leaf in leaves)
             self._add_from_elsewhere(name, args, leaves)
         depends = any(map(self.depends, leaves))
-        read = self._read_before(name, leaves, depends)
+        read = self._numbers_in(name, leaves, depends)
         if not depends and not read:
             output = func(*args, **kwargs)
             for x in leaves_of(output) if not self.is_over else ():
@@ -376,16 +375,18 @@ class OtherSamples(TorchDispatchMode):
         if name in _OF_CLASSES and args[3] == 1 and not self.is_over:
             self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
         plans = range(self._plans)
-        changed = [i for i in plans if any(self._is_changed(x, i) for x in leaves) or (read and self._may_carry(i))]
+        numbers = {i: [place for place, is_now in read.items() if self._changes(i, is_now)] for i in plans}
+        changed = [i for i in plans if numbers[i] or any(self._is_changed(x, i) for x in leaves)]
         if func._schema.is_mutable:
             for leaf in leaves:
                 if has_storage(leaf):
+                    self._perturbed.pop(leaf.untyped_storage()._cdata, None)
                     self._add_storages(leaf, changed)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
         inputs = {i: [self.other(x, i) if self.depends(x) else x for x in leaves] for i in changed}
-        for i in filter(self._may_carry, changed if read else ()):
-            inputs[i] = [1.25 * leaves[place] if place in read else x for place, x in enumerate(inputs[i])]
+        for i in changed if read else ():
+            inputs[i] = [1.25 * leaves[place] if place in numbers[i] else x for place, x in enumerate(inputs[i])]
         output = func(*args, **kwargs)
         others = {i: None if _misses(a, leaves) else self._run(func, a, structure, before) for i, a in inputs.items()}
         if name == "_local_scalar_dense":
@@ -398,15 +399,17 @@ class OtherSamples(TorchDispatchMode):
                 found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
                 like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
                 self._set(x, [like.get(i, _UNCHANGED) for i in plans])
+                if torch._C._current_graph_task_id() != -1 and not is_of_few(x):
+                    self._given.add(x.untyped_storage()._cdata)
         return output
 
     def _is_changed(self, x: Any, plan: int) -> bool:
         """Returns whether a value is another one in a plan, or not known there."""
         return self.depends(x) and self._storages_of(x)[plan] is not _UNCHANGED
 
-    def _may_carry(self, plan: int) -> bool:
-        """Returns whether numbers that were read in the step before are other ones in a plan."""
-        return self.is_over or plan > len(self.kept)
+    def _changes(self, plan: int, is_now: bool) -> bool:
+        """Returns whether numbers that were read, in this step or in the one before, are other ones in a plan."""
+        return self.is_over or is_now == (plan <= len(self.kept))
 
     def _prune(self) -> None:
         """Does without the mode if nothing is left that depends on the samples."""
@@ -415,15 +418,25 @@ class OtherSamples(TorchDispatchMode):
             self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
             self.is_on = bool(self._others)
 
-    def _read_before(self, name: str, leaves: Sequence[Any], depends: bool) -> list[int]:
-        """Returns which arguments of an operation are numbers, or tensors of numbers, that the step before has read."""
-        numbers = self._numbers if self.is_over else self._earlier
+    def _numbers_in(self, name: str, leaves: Sequence[Any], depends: bool) -> dict[int, bool]:
+        """Returns which arguments of an operation are numbers, or tensors of numbers, that the program has read.
+
+        Returns:
+            for each position of one, whether it was read in this step, or else in the one before.
+        """
+        found: dict[int, bool] = {}
         if not (depends or name in _OF_NUMBERS):
-            return []
-        if depends and not self.is_over:
-            for x in leaves:
+            return found
+        for place, x in enumerate(leaves):
+            if name != "lift_fresh" and is_of_few(x):
+                continue
+            if self._numbers.repeats(x, self._numbers if self.is_over else self._earlier):
+                found[place] = True
+            elif not self.is_over and self._earlier.repeats(x, self._earlier):
+                found[place] = False
+            if depends and not self.is_over:
                 self._numbers.note_use(x)
-        return [i for i, x in enumerate(leaves) if (name == "lift_fresh" or not is_of_few(x)) and numbers.explains(x)]
+        return found
 
     def _run(self, func: Any, leaves: list[Any], structure: Any, before: RandomState | None) -> Any:
         args, kwargs = tree_unflatten(leaves, structure)
@@ -449,6 +462,10 @@ class OtherSamples(TorchDispatchMode):
     def _set(self, x: torch.Tensor, storages: list[_Storage]) -> None:
         self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
         storage = x.untyped_storage()
+        if storage._cdata not in self._others:  # another tensor may have been there
+            self._perturbed.pop(storage._cdata, None)
+            self._given.discard(storage._cdata)
+            self._labels.discard(storage._cdata)
         self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
 
 

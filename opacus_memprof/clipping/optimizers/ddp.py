@@ -149,10 +149,11 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if not self.pre_step():
-            return None
-        self.reduce_gradients()
-        loss: float | None = self.original_optimizer.step()
+        loss: float | None = None
+        if self.pre_step():
+            self.reduce_gradients()
+            loss = self.original_optimizer.step()
+        self._module.end_step()
         return loss
 
 

@@ -208,6 +208,45 @@ def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: in
     return [_other(leaf, kept, variant, shift, generator) if has_samples(leaf, batch) else leaf for leaf in leaves]
 
 
+class Perturbed:
+    """What an output or a label is for other samples: one half of them are others, the other half, and all.
+
+    It is computed where the program uses the tensor after its step, so that no step takes memory for that.
+
+    Args:
+        x: the tensor.
+        where: its samples.
+        kept: the samples that stay in each plan.
+        in_range: whether other samples have numbers of the tensor, or only moderate ones.
+    """
+
+    def __init__(self, x: torch.Tensor, where: Arrangement, kept: list[torch.Tensor], in_range: bool) -> None:
+        self._layout = x.storage_offset(), x.shape, x.stride()
+        self._dtype, self._where, self._kept, self._in_range = x.dtype, where, kept, in_range
+
+    def storages(self, storage: torch.UntypedStorage, plans: int) -> list[torch.UntypedStorage]:
+        """Returns memory with the values of so many plans, and of the one in which no sample stays."""
+        x = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._layout)
+        batch = len(self._kept[0])
+        by_sample = self._where.by_sample(x, batch)
+        variants = [GENTLE[0] if self._in_range else i % VARIANTS for i in range(plans)]
+        kept = zip(self._kept, variants, strict=False)
+        rows = [perturbed([by_sample], batch, k, v, i)[0] for i, (k, v) in enumerate(kept)]
+        keep = self._kept[0].to(x.device).view(-1, *[1] * (by_sample.dim() - 1))
+        rows.append(torch.where(keep, rows[1], rows[0]))
+        return [self._written(each, x) for each in rows]
+
+    def _written(self, rows: torch.Tensor, x: torch.Tensor) -> torch.UntypedStorage:
+        storage: torch.UntypedStorage = x.untyped_storage().clone()  # type: ignore[no-untyped-call]
+        other = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, *self._layout)
+        value = as_output(rows, self._where, x)
+        for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+            if size > 1 and stride == 0:  # expanded: one place in memory
+                other, value = other.narrow(d, 0, 1), value.narrow(d, 0, 1)
+        other.copy_(value)
+        return storage
+
+
 def has_samples(leaf: Any, batch: int) -> bool:
     """Returns whether a leaf of the arguments has one row for each sample."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == batch
