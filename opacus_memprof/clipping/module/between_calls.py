@@ -197,11 +197,14 @@ class Parts:
         if left is not None:
             given = [leaf for leaf in leaves if has_rows(leaf)]
             given = [leaf for leaf in given if len(leaf) == len(given[0])]
-            state = (*leaves, *model.parameters(), *model.buffers())
-            if any(left.has_left(x, given, len(given[0]) if given else 0) for x in state):
+            state = {f"'{name}'": x for name, x in (*model.named_parameters(), *model.named_buffers())}
+            state |= {f"argument {i + 1} of the model": x for i, x in enumerate(leaves)}
+            batch = len(given[0]) if given else 0
+            name = next((name for name, x in state.items() if left.has_left(x, given, batch)), None)
+            if name is not None:
                 self.forget()
                 raise MemprofError(
-                    f"the call of the {type(call.entry).__name__} gets what other samples have left in an earlier "
+                    f"{name} gets what other samples have left in an earlier "
                     "step, beside the updates of the parameters: such as a queue or bank of features, a moving average "
                     "of outputs or losses, prototypes of classes, or earlier outputs as targets. These samples change "
                     "the gradients of others there, which no clipping bounds. Compute it anew in each step, from the "
