@@ -73,8 +73,8 @@ FAULTS = [
     Fault(
         "buffers_of_the_model_are_not_looked_at",
         "module/between_calls.py",
-        "(*leaves, *model.parameters(), *model.buffers())",
-        "leaves",
+        "(*model.named_parameters(), *model.named_buffers())",
+        "()",
         "The program writes what it computes from outputs into the model.",
         programs("left_buffer", "left_parameter"),
     ),
@@ -152,8 +152,8 @@ FAULTS = [
     ),
     Fault(
         "probabilities_out_of_range",
-        "module/other_samples.py",
-        "GENTLE[0] if in_range else",
+        "proof/batches.py",
+        "GENTLE[0] if self._in_range else",
         "GENTLE[0] if False else",
         "Losses of probabilities are not computed again.",
         programs("between_loss_of_probabilities"),
