@@ -166,6 +166,53 @@ def test_ranks_without_a_common_disk_are_gathered(address: str, tmp_path: Path) 
         assert "2 ranks, finished" in result.output
 
 
+WORKER = """
+import os, subprocess, sys
+import torch
+import opacus_memprof
+
+directory, address = sys.argv[1:]
+own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+torch.distributed.init_process_group("gloo", init_method=f"file://{address}.store", **own)
+with opacus_memprof.profile(directory):
+    torch.nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()
+torch.distributed.barrier()
+if os.environ["LOCAL_RANK"] == "0":
+    subprocess.run([sys.executable, "-m", "opacus_memprof", "merge", directory, "-o", address], check=True)
+"""
+
+
+def test_the_recipe_for_workers_of_ray_train(tmp_path: Path) -> None:
+    """The loop of each worker, in processes with the variables and the process group that TorchTrainer gives them."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [*warm_python.interpreter(), str(tmp_path / "worker.py"), str(tmp_path / "job"), str(tmp_path / "all")]
+    variables = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} for rank in "01"]
+    workers = [subprocess.Popen(command, env=ENVIRONMENT | own, cwd=tmp_path) for own in variables]
+    assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    assert [json.loads((tmp_path / f"all/rank_{rank}/profile.json").read_text())["status"] for rank in "01"] == [
+        "finished",
+        "finished",
+    ]
+    assert len(json.loads((tmp_path / "all/ranks.json").read_text())["ranks"]) == 2
+
+
+def test_the_recipe_for_srun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(64, 64)(torch.ones(8, 64)).sum().backward()\n")
+    for rank in "01":
+        variables = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+        (tmp_path / rank).mkdir()
+        done = subprocess.run(
+            [sys.executable, *RUN, "out", "--gather", f"file://{tmp_path}/all", str(tmp_path / "train.py")],
+            cwd=tmp_path / rank,
+            env=ENVIRONMENT | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(app, ["merge", f"file://{tmp_path}/all", "-o", str(tmp_path / "merged")])
+    assert "2 ranks, finished" in result.output
+
+
 def test_what_cannot_be_gathered_is_refused_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(MemprofError, match=r"quaint://a cannot be opened \(Protocol not known: quaint\): install what"):
