@@ -113,7 +113,7 @@ def test_the_summary() -> None:
     assert "In use when memory ran out 17.00 MB" in found
     assert "Wanted beyond that 50.00 MB" in found
     assert "Device: a GPU" in found
-    assert found[-1].startswith("Components and stages are without rounding")  # so they are less than the peak
+    assert found[-1].startswith("Components and stages leave out rounding")  # so they are less than the peak
 
 
 def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
