@@ -139,6 +139,7 @@ class GraphedBackward:
         loss.backward()  # type: ignore[no-untyped-call]
         if self._bookkeeping.passes != 1:
             raise MemprofError("compute_loss must return a loss of the module's output, and not run its backward.")
+        self._module.begin_step()
         self._loss = loss.detach()
         self._optimizer.clip_and_accumulate()
         parameter: Any  # with Opacus' attributes

@@ -396,7 +396,7 @@ def test_why_gradients_of_two_passes_met(others: list[Any], steps: int, used: bo
 def test_updates_that_are_not_private_are_counted() -> None:
     steps = fact("public_steps", 0, 3, private=2, optimizer="SGD", is_original=True)
     (found,) = found_in(training_is_not_private, steps)
-    assert "3 of 5 updates neither" in found.evidence
+    assert "3 of 5 updates did not clip" in found.evidence
     assert "steps the SGD that make_private was given" in found.evidence
     (other,) = found_in(training_is_not_private, {**steps, "is_original": False})
     assert "steps another SGD" in other.evidence
