@@ -197,7 +197,8 @@ def test_what_is_not_computed_reads_as_finite_zeros_and_is_named() -> None:
     reads = {line: (operation, count) for operation, line, count in found["reads"]}
     assert reads[line_of("# here")] == ("aten::item", 1)
     assert reads[line_of("# and here")] == ("aten::copy_", 1)
-    assert found["failures"] == {}
+    # These of NaN raise an error, as on a GPU, and are counted besides.
+    assert found["failures"] == {"aten::_linalg_eigh": 1, "aten::_linalg_svd": 1}
 
 
 def test_shapes_of_what_is_not_computed_are_bounds() -> None:
