@@ -191,7 +191,7 @@ class OtherSamples(TorchDispatchMode):
     def keep(self) -> None:
         """Goes on with what is left after its backward, except inputs and labels, which are the program's data.
 
-        Nor gradients, which stay until the step: a program's numbers of them are followed, such as norms.
+        Nor gradients, which stay until the step: what a program has of them is followed if it is small.
 
         Labels that are no integers may be outputs of another model, so that what follows from them is of the samples.
         """
@@ -399,7 +399,8 @@ class OtherSamples(TorchDispatchMode):
                 found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
                 like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
                 self._set(x, [like.get(i, _UNCHANGED) for i in plans])
-                if torch._C._current_graph_task_id() != -1 and x.dim():
+                # Gradients; flash_clip copies those that it keeps.
+                if torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x)):
                     self._given.add(x.untyped_storage()._cdata)
         return output
 
