@@ -399,7 +399,7 @@ class OtherSamples(TorchDispatchMode):
                 found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
                 like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
                 self._set(x, [like.get(i, _UNCHANGED) for i in plans])
-                # Gradients; flash_clip copies those that it keeps.
+                # Gradients; flash_clip keeps copies of some.
                 if torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x)):
                     self._given.add(x.untyped_storage()._cdata)
         return output
