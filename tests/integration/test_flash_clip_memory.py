@@ -15,6 +15,7 @@ from torch import nn
 
 from opacus_memprof import hooks
 from opacus_memprof.clipping.kernels import sums
+from opacus_memprof.clipping.proof.situations import Situations
 from opacus_memprof.recording import native
 from tests.integration.flash_clip_models import Transformer, criterion, make_private, token_data, vector_data
 from tests.integration.opacus_training import categories, cpu  # noqa: F401
@@ -90,6 +91,26 @@ def test_a_step_that_is_compared_keeps_its_batch_and_its_output_s_gradients(cpu:
     assert change_since(before) == {}
     for attachment in attachments:
         attachment.detach()
+
+
+def test_a_second_training_is_proved_as_often_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the steps of a training for the next one is not there where another training is proved."""
+    prove, proofs = Situations.prove, []
+
+    def counted(*args: Any) -> Any:
+        proofs[-1] += 1
+        return prove(*args)
+
+    monkeypatch.setattr(Situations, "prove", counted)
+    trainings = []  # whether a training is still alive makes no difference
+    for _ in range(3):
+        proofs.append(0)
+        trainings.append(small(passes=1, check="always"))
+        for _ in range(2):
+            backward(trainings[-1][0])
+            trainings[-1][1].step()
+            trainings[-1][1].zero_grad()
+    assert proofs == [1, 1, 1]
 
 
 def test_noise_takes_no_more_than_that_of_the_largest_parameter(cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

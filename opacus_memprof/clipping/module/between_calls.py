@@ -90,6 +90,9 @@ class Parts:
         """Stops to follow what the program computes, because it calls the model."""
         if self._left is not None and self._left.is_entered:
             self._left.leave()
+        # Also of another model, such as one whose training has ended: a proof is of the modes that it runs in.
+        while isinstance(mode := _get_current_dispatch_mode(), OtherSamples) and mode.is_over:
+            mode.leave()
         if self._others is not None:
             release()
             self._others.leave()
