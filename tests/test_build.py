@@ -158,9 +158,7 @@ def test_no_second_torch_is_downloaded(installation: str) -> None:
 
 
 @pytest.mark.nightly
-def test_what_was_installed_loads_and_says_what_it_was_built_for(
-    installation: str, python: Path, tmp_path: Path
-) -> None:
+def test_an_installed_package_loads_and_says_its_build(installation: str, python: Path, tmp_path: Path) -> None:
     script = (
         "from opacus_memprof import _build_info as build\n"
         "from opacus_memprof.recording import native\n"

@@ -165,7 +165,7 @@ def test_empty_cache_returns_memory() -> None:
     assert torch.cuda.memory_reserved() < 200_000_000
 
 
-def test_out_of_memory_is_torchs_own_error_and_leaves_everything_usable() -> None:
+def test_out_of_memory_raises_torchs_error_and_leaves_everything_usable() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate .* GiB") as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     assert "GPU 0 has a total capacity of" in str(caught.value)
@@ -185,7 +185,7 @@ def test_memory_history_on_top() -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def test_late_attach_seeds_what_is_there_and_late_detach_leaves_tensors_valid() -> None:
+def test_late_attach_seeds_blocks_and_detach_keeps_tensors_valid() -> None:
     native.cuda_uninstall()
     before = torch.empty(1_000_000, dtype=torch.uint8, device="cuda")
     adopted = torch.empty(2_000_000, dtype=torch.uint8, device="cuda")
@@ -238,7 +238,7 @@ def test_cublas_workspaces_have_their_category() -> None:
         assert not [b for b in native.live_blocks() if b["category"] == "library_workspace" and b in workspaces]
 
 
-def test_what_was_seeded_once_is_not_believed_at_the_next_attach() -> None:
+def test_each_attach_seeds_its_blocks_anew() -> None:
     """Freed while nobody looked, and its address in use again, for other sizes."""
     native.cuda_uninstall()
     before = [torch.zeros(1000, device="cuda") for _ in range(8)]

@@ -103,7 +103,7 @@ class Convolutions(nn.Module):
 @pytest.mark.true_numbers
 @pytest.mark.parametrize("batch", [100, 33])
 @pytest.mark.parametrize("scale", [1.0, 1e4], ids=["below", "above"])
-def test_other_kernels_for_a_half_are_no_mixing_and_hide_none(batch: int, scale: float) -> None:
+def test_other_kernels_for_half_batches_neither_mix_nor_hide_mixing(batch: int, scale: float) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(batch, 1, 46, 46), torch.randint(0, 10, (batch,)))
     module, optimizer, _ = make_private(Convolutions().cuda(), data, "flash_clip", batch, noise_generator=None)
@@ -115,7 +115,7 @@ def test_other_kernels_for_a_half_are_no_mixing_and_hide_none(batch: int, scale:
 
 @pytest.mark.true_numbers
 @pytest.mark.parametrize("dtype", LOW)
-def test_one_sample_of_a_thousand_changes_the_sum_by_its_bound(dtype: torch.dtype) -> None:
+def test_one_of_a_thousand_samples_changes_the_sum_within_bounds(dtype: torch.dtype) -> None:
     totals = []
     for samples in (1027, 1028):
         module, optimizer, _ = make_private(

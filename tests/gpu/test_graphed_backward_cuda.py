@@ -140,7 +140,7 @@ def test_what_the_graph_took_from_python_has_changed() -> None:
 
 
 @pytest.mark.true_numbers
-def test_norms_that_are_not_finite_are_found_and_training_goes_on() -> None:
+def test_norms_that_are_not_finite_are_found_and_training_continues() -> None:
     given = batches("mlp", [4, 4, 4])
     given[1][0][2] = float("nan")
     graphed, eager = both("mlp", torch.float64, given[0])
@@ -206,7 +206,7 @@ def test_a_step_whose_check_is_due_goes_without_the_graph(check: str, eager: lis
     assert [forward for forward in range(5, 18) if not replayed.step(batch)] == eager
 
 
-def test_steps_go_without_the_graph_while_the_model_has_other_hooks() -> None:
+def test_the_graph_is_not_used_while_the_model_has_hooks() -> None:
     (batch,) = batches("mlp", [4])
     training, _ = both("mlp", torch.float64, batch, check="first")
     replayed = Replayed(training)

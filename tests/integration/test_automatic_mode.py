@@ -171,7 +171,7 @@ def test_a_criterion_is_returned_where_one_was_given() -> None:
             assert not given or prepared[2] is criterion
 
 
-def test_a_workspace_of_nothing_is_refused_and_no_reason_for_hooks() -> None:
+def test_a_workspace_of_zero_bytes_is_refused_instead_of_hooks() -> None:
     model = convnet().double()
     with pytest.raises(opacus_memprof.MemprofError, match="workspace"):
         make_private(model, image_data(2).tensors[0], "auto", flash_clip_workspace_mb=0)

@@ -349,7 +349,7 @@ def _split() -> tuple[Any, Any, Any, torch.Tensor]:
 @pytest.mark.parametrize("has_step", [True, False])
 @pytest.mark.parametrize("is_same_manager", [True, False])
 @pytest.mark.parametrize("clears_first", [True, False])
-def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(
+def test_an_unfinished_logical_batch_is_dropped_when_the_loop_ends(
     clears_first: bool, is_same_manager: bool, has_step: bool
 ) -> None:
     """Otherwise the part's samples would count twice in the next step."""
@@ -379,7 +379,7 @@ def test_a_loop_that_ends_within_a_logical_batch_gives_the_batch_up(
     torch.testing.assert_close(found[0], by_hand)
 
 
-def test_a_batch_that_is_only_looked_at_leaves_the_steps_to_their_parts() -> None:
+def test_an_inspected_batch_does_not_count_as_a_step() -> None:
     module, optimizer, manager, _ = _split()
     with manager as parts:
         next(iter(parts))

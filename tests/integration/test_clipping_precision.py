@@ -85,7 +85,7 @@ def total_of(optimizer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(("passes", "parts"), [(1, 1), (2, 1), (1, 4), (2, 4)])
-def test_one_sample_of_a_thousand_changes_the_sum_by_its_bound(dtype: torch.dtype, passes: int, parts: int) -> None:
+def test_one_of_a_thousand_samples_changes_the_sum_within_bounds(dtype: torch.dtype, passes: int, parts: int) -> None:
     """1027 and 1028 have the same bfloat16 as neighbours 8 apart."""
 
     def total(samples: int) -> float:

@@ -53,7 +53,7 @@ def test_functorch_and_frozen_parameters(tmp_path: Path, freeze: bool) -> None:
         assert found == []
 
 
-def test_what_is_in_eval_mode_is_not_said_to_be_unused(tmp_path: Path) -> None:
+def test_modules_in_eval_mode_are_not_reported_as_unused(tmp_path: Path) -> None:
     def run(session: Any) -> None:
         model = HalfFrozen(freeze=False)
         model.beside = nn.Linear(2, 2)

@@ -79,7 +79,7 @@ def test_one_pass_keeps_the_smaller_of_pairs_and_samples(cpu: None) -> None:  # 
         attachment.detach()
 
 
-def test_a_step_that_is_compared_keeps_its_batch_and_its_output_s_gradients(cpu: None) -> None:  # noqa: F811
+def test_a_checked_step_keeps_its_batch_and_output_gradients(cpu: None) -> None:  # noqa: F811
     module, optimizer = small(passes=1, check="first")
     attachments = [hooks.attach_model(module), hooks.attach_optimizer(optimizer)]
     before = categories()

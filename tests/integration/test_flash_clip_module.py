@@ -38,7 +38,7 @@ def test_no_weight_gradients_are_formed_by_autograd() -> None:
     assert all(p.grad is None and p.summed_grad is None for p in module.parameters())
 
 
-def test_what_is_kept_is_the_smaller_and_goes_with_the_step() -> None:
+def test_the_smaller_is_kept_until_the_step_ends() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 50, bias=False)).double()
     module, optimizer, _ = make_private(model, vector_data(8), "flash_clip", flash_clip_passes=1)

@@ -416,7 +416,7 @@ def test_layers_that_no_gradient_reaches(passes: int) -> None:
     assert_same(parameters(module), before, 0)
 
 
-def test_a_penalty_on_a_weight_is_refused_and_training_goes_on() -> None:
+def test_a_penalty_on_a_weight_is_refused_and_training_continues() -> None:
     module, optimizer = private(mlp(), 1)
     x, (weight, *_) = torch.randn(4, 9, dtype=torch.float64), module.parameters()
     (module(x).sum() + weight.square().sum()).backward()
@@ -564,7 +564,7 @@ def test_forwards_with_the_same_numbers_and_noise_with_others() -> None:
         optimizer.step()
 
 
-def test_a_warning_that_is_an_error_ends_a_step_before_anything_changes() -> None:
+def test_a_warning_as_error_ends_a_step_before_anything_changes() -> None:
     module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip", noise_generator=None)
     before, state = parameters(module), torch.get_rng_state()
     module(torch.randn(400, 9, dtype=torch.float64, generator=torch.Generator())).square().sum().backward()

@@ -232,7 +232,7 @@ def test_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"forward", "backward", "clip", "noise", "optimizer_step"} <= set(device["phases"])
 
 
-def test_scalars_are_what_is_live_and_what_was_at_the_peak() -> None:
+def test_scalars_are_the_live_bytes_and_those_at_the_peak() -> None:
     model = nn.Linear(64, 64)
     with opacus_memprof.profile("profile", device="cpu") as session:
         session.attach(model)

@@ -111,7 +111,7 @@ def test_a_proof_causes_no_advice(tmp_path: Path) -> None:
     assert "COULD BE" not in dict(verdict.lines)
 
 
-def test_the_peak_of_a_proof_is_told_apart_from_that_of_the_training(tmp_path: Path) -> None:
+def test_the_peaks_of_a_proof_and_the_training_are_distinguished(tmp_path: Path) -> None:
     profile = profiled(tmp_path / "proved", lambda session: accumulating(wide(), "flash_clip"))
     unproved = profiled(tmp_path / "plain", lambda session: accumulating(wide(), "flash_clip", check="off"))
     device, plain = profile["devices"]["cpu"], unproved["devices"]["cpu"]["peak"]
@@ -124,7 +124,7 @@ def test_the_peak_of_a_proof_is_told_apart_from_that_of_the_training(tmp_path: P
     assert dict(verdict.lines)["WITHOUT THE PROOF"].startswith(format_bytes(max(others)))
 
 
-def test_a_killed_run_gets_no_remedy_that_its_events_do_not_support(tmp_path: Path) -> None:
+def test_a_killed_run_gets_only_advice_that_its_events_support(tmp_path: Path) -> None:
     """Who should have cleared the gradients is not in the events, so that the remedy names both possibilities."""
     profiled(tmp_path, lambda session: trained_beside_the_optimizer(False))
     whole = (tmp_path / "profile.json").read_text()

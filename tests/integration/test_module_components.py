@@ -102,7 +102,7 @@ _BLOCKS = ["separate", "three", "grouped", "fused and grouped", "gated", "fused 
 
 
 @pytest.mark.parametrize("widths", _BLOCKS)
-def test_what_a_linear_is_for_is_told_by_the_widths_of_its_block(widths: str) -> None:
+def test_the_widths_of_a_block_tell_what_its_linears_do(widths: str) -> None:
     d = WIDTH
     heads: dict[str, list[tuple[int, int]]] = {
         "separate": [(d, d)] * 4,

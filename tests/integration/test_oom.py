@@ -171,7 +171,7 @@ def test_the_exception_stays_torchs_and_carries_a_note(tmp_path: Path) -> None:
     assert str(tmp_path / "oom_report.txt") in note
 
 
-def test_a_program_that_handles_it_sees_the_note_and_leaves_a_report(
+def test_a_program_that_handles_it_sees_note_and_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
@@ -186,7 +186,7 @@ def test_a_program_that_handles_it_sees_the_note_and_leaves_a_report(
     assert capsys.readouterr().err.count("OUT OF MEMORY ") == 1
 
 
-def test_a_failure_that_is_no_out_of_memory_error_of_torchs(tmp_path: Path) -> None:
+def test_a_failure_that_is_not_torchs_out_of_memory_error(tmp_path: Path) -> None:
     """What a CPU raises by itself: a plain RuntimeError."""
     with opacus_memprof.profile(tmp_path / "handled", device="cpu"), pytest.raises(RuntimeError):
         torch.empty(2**60, dtype=torch.uint8)
@@ -197,14 +197,14 @@ def test_a_failure_that_is_no_out_of_memory_error_of_torchs(tmp_path: Path) -> N
     assert "1048576.00 TiB" in caught.value.__notes__[0]
 
 
-def test_another_exception_gets_no_note_and_a_run_that_fits_no_report(tmp_path: Path) -> None:
+def test_other_exceptions_get_no_note_and_fitting_runs_no_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine") as caught, opacus_memprof.profile(tmp_path, device="cpu"):
         raise ValueError("mine")
     assert not hasattr(caught.value, "__notes__")
     assert not list(tmp_path.glob("oom_report.*"))
 
 
-def test_what_the_program_handled_is_no_note_on_a_later_error(tmp_path: Path) -> None:
+def test_a_handled_error_adds_no_note_to_a_later_one(tmp_path: Path) -> None:
     def program() -> None:
         with contextlib.suppress(RuntimeError):
             torch.empty(2**60, dtype=torch.uint8)
@@ -370,7 +370,7 @@ def report_with(loop: Any, build: Any, directory: Path, phase: str, peak: int, *
     [("forward", True), ("backward", True), ("forward", False)],
     ids=["forward", "backward", "forward without Opacus"],
 )
-def test_what_zero_grad_clears_after_the_forward_pass_lives_in_it(phase: str, is_private: bool, tmp_path: Path) -> None:
+def test_gradients_cleared_after_the_forward_pass_live_in_it(phase: str, is_private: bool, tmp_path: Path) -> None:
     """The peak is in the second forward pass, of which the failed first step shows no more than the order of calls."""
     late, _ = peak_of_training(clears_after_forward, deep, tmp_path / "late", is_private=is_private)
     report = report_with(clears_after_forward, deep, tmp_path, phase, late, is_private=is_private)
@@ -409,7 +409,7 @@ def test_the_gradients_of_the_loss_are_needed_after_its_first(tmp_path: Path) ->
     assert "loss" not in report
 
 
-def test_an_output_that_follows_the_last_layer_lives_through_the_step(tmp_path: Path) -> None:
+def test_an_output_after_the_last_layer_lives_through_the_step(tmp_path: Path) -> None:
     build = partial(NextWords, in_logarithms=True)
     peak, _ = peak_of_training(of_logarithms, build, tmp_path / "needs")
     report = report_with(of_logarithms, build, tmp_path, "backward", peak)
@@ -442,7 +442,7 @@ def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, 
     return ended["peak"]["requested_bytes"], json.loads(report.read_text()) if report.exists() else None
 
 
-def test_states_of_another_model_are_live_from_its_first_step_on(tmp_path: Path) -> None:
+def test_states_of_another_model_are_live_from_its_first_step(tmp_path: Path) -> None:
     """The first step had its peak without them; the second one fails before its own."""
     peak, _ = peak_of_two_models(tmp_path / "needs")
     states = 4 * (500 + 1) * 300

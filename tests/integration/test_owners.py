@@ -237,7 +237,7 @@ def test_a_name_that_is_not_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("live", "unclaimed", "searched"), [(2**20, 2**20, 1), (2**30, 2**23, 0), (2**30, 2**24, 1)])
-def test_what_is_a_hundredth_of_the_live_bytes_has_its_owner_searched(
+def test_owners_are_searched_from_a_hundredth_of_the_live_bytes(
     live: int, unclaimed: int, searched: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     categories = {"unattributed": unclaimed, "backward_temporaries": 0, "optimizer_temporaries": 0}

@@ -72,7 +72,7 @@ def content(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_two_modes_is_the_closed_form_s(tmp_path: Path) -> None:
+def test_the_largest_batch_of_two_modes_equals_the_closed_form(tmp_path: Path) -> None:
     script = SCRIPTS / "train_to_plan.py"
     asked = ["--search", "batch-size=20..64", "--modes", "single,double", script, "--batch-size=3"]
     planned = plan(tmp_path, *asked)
@@ -243,7 +243,7 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, arguments:
 
 
 @pytest.mark.nightly
-def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path: Path) -> None:
+def test_drawn_batches_run_out_as_often_as_the_binomial_says(tmp_path: Path) -> None:
     steps = 2000
     planned = plan(tmp_path, "--memory", "700MiB", "--steps", str(steps), SCRIPTS / "train_poisson.py")
     assert planned.returncode == 3, planned.stderr
@@ -267,7 +267,7 @@ def test_drawn_batches_run_out_of_memory_as_often_as_the_binomial_says(tmp_path:
 
 
 @pytest.mark.nightly
-def test_a_seeded_training_runs_out_at_the_first_batch_that_is_too_large(tmp_path: Path) -> None:
+def test_a_seeded_training_ends_at_its_first_too_large_batch(tmp_path: Path) -> None:
     """The training itself, with the batches that one seed draws, ends where the plan says."""
     memory, steps, script = "500MiB", 2000, SCRIPTS / "train_poisson.py"
     planned = plan(tmp_path / "plan", "--memory", memory, "--steps", str(steps), script)

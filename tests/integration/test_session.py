@@ -339,7 +339,7 @@ def test_an_allocator_that_somebody_swaps(tmp_path: Path) -> None:
     assert "replaced" in warning
 
 
-def test_a_profile_that_cannot_be_written_does_not_cost_the_training(tmp_path: Path) -> None:
+def test_an_unwritable_profile_does_not_end_the_training(tmp_path: Path) -> None:
     session = opacus_memprof.profile(tmp_path / "out", device="cpu")
     session.start()
     shutil.rmtree(tmp_path / "out")

@@ -44,9 +44,7 @@ def test_of_the_ranks_results_the_one_that_says_most_stays(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
 
-def test_of_ranks_that_were_killed_the_events_of_the_first_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_events_of_the_first_killed_rank_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
 

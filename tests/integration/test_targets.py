@@ -170,7 +170,7 @@ def test_a_view_of_the_labels(network: nn.Module) -> None:
     assert categories()["inputs"] - before == x.nbytes + there.nbytes
 
 
-def test_what_a_loss_of_the_users_own_compares_with_stays_unattributed(network: nn.Module) -> None:
+def test_targets_of_a_user_s_own_loss_stay_unattributed(network: nn.Module) -> None:
     x, y = torch.randn(BATCH, FEATURES), numbers()
     before = categories()
     moved, there = x.clone(), y.clone()

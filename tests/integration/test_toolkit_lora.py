@@ -100,7 +100,7 @@ def test_every_mode_clips_alike(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ew", "ghost", "flash_clip"])
-def test_a_model_that_was_trained_privately_is_an_ordinary_one_again(mode: str, tmp_path: Path) -> None:
+def test_a_model_is_an_ordinary_one_after_private_training(mode: str, tmp_path: Path) -> None:
     config = {"noise_multiplier": 1.0, "grad_sample_mode": mode, "steps": 1, "batch_size": 2, "sequence_length": 8}
     model, _ = opacus_memprof.debug_lora_training(config, log_dir=tmp_path)
     same = lora.create_model(lora.Settings())
@@ -152,7 +152,7 @@ def test_a_configuration_is_not_charged_for_the_one_before(tmp_path: Path) -> No
     assert len({result["peak_memory_mb"] for result in results.values()}) == 1
 
 
-def test_a_model_that_is_given_is_compared_without_the_adapters_of_before(tmp_path: Path) -> None:
+def test_a_given_model_is_compared_without_earlier_adapters(tmp_path: Path) -> None:
     given = tiny()
     config = {"model": given, "steps": 1, "sequence_length": 8, "batch_size": 1}
     results = opacus_memprof.debug_memory_with_different_configs(
@@ -266,7 +266,7 @@ def test_results_that_cannot_be_written_cost_no_training(tmp_path: Path) -> None
     assert ran.output == ""
 
 
-def test_a_model_that_no_hub_can_give_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_model_that_no_hub_has_is_refused_immediately(tmp_path: Path) -> None:
     program = "import sys; sys.argv = ['opacus-memprof', 'debug', '--model', 'no/such', '--log-dir', sys.argv[1]]\n"
     program += "from opacus_memprof.cli import main; main()"
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -90,7 +90,7 @@ def test_a_log_may_be_removed_while_it_is_written(tmp_path: Path) -> None:
     assert "event: event" in profiler.log_file.read_text()
 
 
-def test_without_a_file_nothing_is_written_but_what_is_asked_for(tmp_path: Path) -> None:
+def test_only_what_is_asked_for_is_written(tmp_path: Path) -> None:
     profiler = GPUMemoryProfiler(tmp_path / "logs", enable_file_logging=False)
     profiler.record("event")
     profiler.generate_summary_report()

@@ -161,7 +161,7 @@ def test_growth_between_two_checkpoints_is_reported(tmp_path: Path) -> None:
     ("root", "own", "says"),
     [(logging.ERROR, logging.INFO, ""), (logging.DEBUG, logging.INFO, "INFO"), (logging.ERROR, logging.DEBUG, "INFO")],
 )
-def test_the_root_logger_s_level_counts_unless_the_toolkit_has_one(
+def test_the_toolkit_s_level_overrides_the_root_logger_s(
     root: int, own: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "level", root)

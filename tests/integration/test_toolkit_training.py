@@ -125,7 +125,7 @@ def test_what_a_stage_returns_and_is_handed_is_attached(tmp_path: Path) -> None:
     assert categories_at_peak(again)["model_parameters"] == size
 
 
-def test_models_and_optimizers_in_what_a_stage_returns_are_attached_once(
+def test_models_and_optimizers_that_a_stage_returns_are_attached_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opacus_memprof.memory_profiled_training(tmp_path) as profiler:

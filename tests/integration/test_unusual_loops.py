@@ -252,7 +252,7 @@ class Hidden(nn.Module):
         return self.second(hidden), [hidden]
 
 
-def test_what_the_program_alone_holds_besides_opacus_is_not_autograd_s(session: Any) -> None:
+def test_what_only_the_program_holds_is_not_autograd_s(session: Any) -> None:
     training = Training(Hidden())
     _, (hidden,) = training.model(torch.randn(BATCH, WIDTHS[0]))
     assert tags_of([hidden]) == {("activation_hooks_opacus_only", "first")}

@@ -105,7 +105,7 @@ def shares_of_memory(processes: list[psutil.Process]) -> int:
 
 
 @pytest.mark.nightly
-def test_the_document_s_suite_gives_its_figures_in_90_seconds_and_2_gb(tmp_path: Path) -> None:
+def test_the_documented_suite_takes_90_seconds_and_2_gb(tmp_path: Path) -> None:
     """Requirement 001: its rows, less what docs/experiments.md says that its program does otherwise."""
     modes = ["vanilla", "ghost", "flash_clip"]
     command = [sys.executable, "-m", "opacus_memprof", "experiments", "--mode", *modes, "--config", "transformer-relu"]

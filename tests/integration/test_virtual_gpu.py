@@ -392,7 +392,7 @@ def of_child(function):
 """
 
 
-def test_a_child_has_cuda_unless_the_driver_was_used_before_the_fork() -> None:
+def test_a_child_forked_before_the_driver_was_used_has_cuda() -> None:
     # CUDA Driver API: a context cannot be used in a forked child, and 3 is CUDA_ERROR_NOT_INITIALIZED.
     run(
         FORKED

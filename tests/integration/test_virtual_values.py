@@ -94,7 +94,7 @@ def test_sparse_nested_and_quantized_tensors_and_subclasses_are_computed() -> No
     assert found["reads"] == []
 
 
-def test_the_rows_of_a_sparse_gradient_are_counted_however_large_it_is() -> None:
+def test_the_rows_of_large_sparse_gradients_are_counted() -> None:
     found = run("sparse_gradients")["sparse_gradients"]
     assert found["rows"] == 2500
     assert found["indices"] == 2499
@@ -157,7 +157,7 @@ def test_what_triton_kernels_write_is_unknown() -> None:
         ),
     ],
 )
-def test_many_uses_of_a_gpu_give_what_the_cpu_gives_or_are_said(script: str, differ: set[str]) -> None:
+def test_gpu_programs_give_the_cpu_s_values_or_say_why(script: str, differ: set[str]) -> None:
     program = PROGRAM.with_name(script)
     done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -189,7 +189,7 @@ def test_other_threads_and_generators() -> None:
     assert found["untouched"]  # the CPU's own generator
 
 
-def test_what_is_not_computed_reads_as_finite_zeros_and_is_named() -> None:
+def test_values_that_are_not_computed_are_zeros_and_named() -> None:
     found = without_models()["unknown"]
     assert found["finite"] is True
     assert found["read"] == 0
@@ -287,7 +287,7 @@ def test_large_parameters_stay_unwritten_and_small_ones_do_not() -> None:
     assert like.device.type == "meta"
 
 
-def test_a_model_without_weights_has_the_dtype_that_is_asked_for() -> None:
+def test_a_model_without_weights_has_the_requested_dtype() -> None:
     half, none = SimpleNamespace(dtype=torch.float16), SimpleNamespace()
     asked = [(half, None), (half, "auto"), (half, torch.bfloat16), (none, None), (none, "auto")]
     assert [no_weights._dtype(*each) for each in asked] == [

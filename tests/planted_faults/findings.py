@@ -28,7 +28,7 @@ FAULTS = [
         'self._left_by_update(n) if self.clears_late else {"gradients"',
         'self._left_by_update(n) if n < 0 else {"gradients"',
         "What zero_grad clears after the forward pass is not expected in it.",
-        integration("oom::what_zero_grad_clears_after_the_forward_pass_lives_in_it"),
+        integration("oom::gradients_cleared_after_the_forward_pass_live_in_it"),
         room="analysis",
     ),
     Fault(
@@ -109,7 +109,7 @@ FAULTS = [
         'residue["steps"] >= max(MIN_STEPS,',
         'residue["steps"] > max(MIN_STEPS,',
         "Memory that grows in a quarter of the steps is not found.",
-        unit("findings::memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all"),
+        unit("findings::memory_that_grows_in_a_quarter_or_nearly_all_steps"),
         room="analysis",
     ),
     Fault(
@@ -118,7 +118,7 @@ FAULTS = [
         "steps >= max(REGULAR_STEPS, REGULAR_SHARE",
         "steps >= min(REGULAR_STEPS, REGULAR_SHARE",
         "Small memory that six of many steps have left is reported.",
-        unit("findings::memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all"),
+        unit("findings::memory_that_grows_in_a_quarter_or_nearly_all_steps"),
         room="analysis",
     ),
     Fault(
@@ -127,7 +127,7 @@ FAULTS = [
         "_MARGIN = 4",
         "_MARGIN = 2",
         "Steps that the replay leaves out are expected to grow as well.",
-        unit("findings::memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all"),
+        unit("findings::memory_that_grows_in_a_quarter_or_nearly_all_steps"),
         room="analysis",
     ),
     Fault(
@@ -136,7 +136,7 @@ FAULTS = [
         "total // steps",
         "total // len(found)",
         "What grows each time is what has grown in all.",
-        unit("findings::memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all"),
+        unit("findings::memory_that_grows_in_a_quarter_or_nearly_all_steps"),
         room="analysis",
     ),
     Fault(
@@ -181,7 +181,7 @@ FAULTS = [
         "if count > earlier.get(name, 0)}",
         "if count >= earlier.get(name, 0)}",
         "What an earlier run could not compute is in a later one's profile.",
-        unit("virtual_docs::a_run_has_the_uses_since_its_beginning_added_up_by_line"),
+        unit("virtual_docs::a_run_adds_up_its_uses_by_line"),
         room="virtual_gpu",
     ),
     Fault(
@@ -190,7 +190,7 @@ FAULTS = [
         "return [use for use in differences if use.count]",
         "return differences",
         "A read of an earlier run is in a later one's profile.",
-        unit("virtual_docs::a_run_has_the_uses_since_its_beginning_added_up_by_line"),
+        unit("virtual_docs::a_run_adds_up_its_uses_by_line"),
         room="virtual_gpu",
     ),
     Fault(
@@ -199,7 +199,7 @@ FAULTS = [
         "counts[use.operation, use.line] += use.count",
         "counts[use.operation, use.line] += 1",
         "Reads of a line are counted by the ways there.",
-        unit("virtual_docs::a_run_has_the_uses_since_its_beginning_added_up_by_line"),
+        unit("virtual_docs::a_run_adds_up_its_uses_by_line"),
         room="virtual_gpu",
     ),
     Fault(
@@ -208,7 +208,7 @@ FAULTS = [
         'times," if use.count > 1',
         'times," if use.count > 0',
         "A single read is said to have come 1 times.",
-        unit("virtual_docs::each_line_is_told_how_often_and_the_rest_is_added_up"),
+        unit("virtual_docs::each_line_has_a_count_and_others_are_added"),
         room="virtual_gpu",
     ),
     Fault(
@@ -217,7 +217,7 @@ FAULTS = [
         "{sum(use.count for use in rest)} more",
         "{len(rest)} more",
         "Operations of further lines are counted by lines.",
-        unit("virtual_docs::each_line_is_told_how_often_and_the_rest_is_added_up"),
+        unit("virtual_docs::each_line_has_a_count_and_others_are_added"),
         room="virtual_gpu",
     ),
     Fault(
@@ -226,7 +226,7 @@ FAULTS = [
         "operation = use.operation.removeprefix(_OF_RANKS)",
         "operation = use.operation",
         "A sentence has the profiler's own word before an operation.",
-        unit("virtual_docs::each_line_is_told_how_often_and_the_rest_is_added_up"),
+        unit("virtual_docs::each_line_has_a_count_and_others_are_added"),
         room="virtual_gpu",
     ),
     Fault(
@@ -271,7 +271,7 @@ FAULTS = [
         "here = _around(here, frame) or here",
         "here = here or _around(here, frame)",
         "Of several statements on a line the last one decides.",
-        unit("virtual_decisions::of_several_statements_of_a_line_the_one_that_reads_decides"),
+        unit("virtual_decisions::a_reading_statement_among_others_decides"),
         room="virtual_gpu",
     ),
     Fault(
@@ -280,7 +280,7 @@ FAULTS = [
         "if evaluated is not None:",
         "if False:",
         "All that reads on a line is taken for what has read.",
-        unit("virtual_decisions::of_several_statements_of_a_line_the_one_that_reads_decides_nothing"),
+        unit("virtual_decisions::a_reading_statement_beside_others_decides_nothing"),
         room="virtual_gpu",
     ),
     Fault(

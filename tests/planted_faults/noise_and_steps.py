@@ -112,7 +112,7 @@ FAULTS = [
         "Sums of bf16 parameters are rounded before noise is added.",
         integration(
             "clipping_precision::noise_is_added_before_the_sum_is_rounded",
-            "clipping_precision::one_sample_of_a_thousand_changes_the_sum_by_its_bound",
+            "clipping_precision::one_of_a_thousand_samples_changes_the_sum_within_bounds",
         ),
     ),
     Fault(

@@ -53,7 +53,7 @@ FAULTS = [
         "            self._give_up_unfinished()\n",
         "            pass\n",
         "Samples of a loop over parts that ended early count twice in the next step.",
-        integration(f"{_NET}::a_loop_that_ends_within_a_logical_batch_gives_the_batch_up"),
+        integration(f"{_NET}::an_unfinished_logical_batch_is_dropped_when_the_loop_ends"),
     ),
     Fault(
         "unfinished_sums_stay",
@@ -61,7 +61,7 @@ FAULTS = [
         "        self.bookkeeping.refusal.raised = 0\n        self.bookkeeping.clear()\n        self._forget_sums()\n",
         "        self.bookkeeping.refusal.raised = 0\n        self.bookkeeping.clear()\n",
         "The sums of a loop over parts that ended early enter the next step.",
-        integration(f"{_NET}::a_loop_that_ends_within_a_logical_batch_gives_the_batch_up"),
+        integration(f"{_NET}::an_unfinished_logical_batch_is_dropped_when_the_loop_ends"),
     ),
     Fault(
         "unfinished_passes_stay",
@@ -69,7 +69,7 @@ FAULTS = [
         "        self.bookkeeping.refusal.raised = 0\n        self.bookkeeping.clear()\n",
         "        self.bookkeeping.refusal.raised = 0\n",
         "A backward whose step a loop over parts has left out enters the next step.",
-        integration(f"{_NET}::a_loop_that_ends_within_a_logical_batch_gives_the_batch_up"),
+        integration(f"{_NET}::an_unfinished_logical_batch_is_dropped_when_the_loop_ends"),
     ),
     Fault(
         "left_parts_are_not_refused",
@@ -189,6 +189,6 @@ FAULTS = [
         "        self.beside_layers.clear()\n",
         "",
         "After a penalty on a parameter no step is taken any more.",
-        integration(f"{_REFUSALS}::a_penalty_on_a_weight_is_refused_and_training_goes_on"),
+        integration(f"{_REFUSALS}::a_penalty_on_a_weight_is_refused_and_training_continues"),
     ),
 ]

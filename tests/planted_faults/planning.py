@@ -10,7 +10,7 @@ FAULTS = [
         'gpu = f"{configuration.gpu} ({format_bytes(memory_of(configuration))})"',
         "gpu = configuration.gpu",
         "A program fits on a GPU and does not fit there, without a reason.",
-        unit("plan_search::a_line_of_progress_says_how_much_memory_the_gpu_has"),
+        unit("plan_search::progress_lines_say_how_much_memory_the_gpu_has"),
         room="planning",
     ),
     Fault(
@@ -100,7 +100,7 @@ FAULTS = [
         '(_IN_MAKE_PRIVATE if report.get("mode") else set())',
         "_IN_MAKE_PRIVATE",
         "A change that was applied to nothing is said to be too large.",
-        unit("plan_search::what_is_applied_in_make_private_is_tried_where_it_is_called"),
+        unit("plan_search::changes_to_make_private_are_tried_at_its_call"),
         room="planning",
     ),
     Fault(
@@ -244,7 +244,7 @@ FAULTS = [
         "prepared.insert(2,",
         "prepared.insert(1,",
         "A program of ghost clipping takes the criterion for its optimizer.",
-        unit("plan_arguments::a_program_of_ghost_clipping_gets_its_criterion_in_the_same_place"),
+        unit("plan_arguments::a_ghost_clipping_program_s_criterion_keeps_its_place"),
         room="planning",
     ),
     Fault(
@@ -289,7 +289,7 @@ FAULTS = [
         'if requested in (None, "auto")',
         "if requested is None",
         'A model has the dtype "auto".',
-        integration("virtual_values::a_model_without_weights_has_the_dtype_that_is_asked_for"),
+        integration("virtual_values::a_model_without_weights_has_the_requested_dtype"),
         room="virtual_gpu",
     ),
     Fault(
@@ -298,7 +298,7 @@ FAULTS = [
         "(torch.float32 if default is None else default)",
         "default",
         "A model of an old configuration has no dtype.",
-        integration("virtual_values::a_model_without_weights_has_the_dtype_that_is_asked_for"),
+        integration("virtual_values::a_model_without_weights_has_the_requested_dtype"),
         room="virtual_gpu",
     ),
     Fault(

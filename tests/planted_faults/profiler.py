@@ -280,7 +280,7 @@ FAULTS = [
         "len(narrow) > 2",
         "len(narrow) > 3",
         "Queries, keys and values without an output are an MLP.",
-        integration("module_components::what_a_linear_is_for_is_told_by_the_widths_of_its_block"),
+        integration("module_components::the_widths_of_a_block_tell_what_its_linears_do"),
         room="hooks",
     ),
     Fault(
@@ -289,7 +289,7 @@ FAULTS = [
         "width, to = module.weight.shape",
         "to, width = module.weight.shape",
         "Layers of GPT-2 read what they return.",
-        integration("module_components::what_a_linear_is_for_is_told_by_the_widths_of_its_block"),
+        integration("module_components::the_widths_of_a_block_tell_what_its_linears_do"),
         room="hooks",
     ),
     Fault(
@@ -352,7 +352,7 @@ FAULTS = [
         '_MATERIAL_SHARE * live[name]["requested_bytes"]',
         "_MATERIAL_SHARE",
         "The heap is searched for what is little of the live bytes.",
-        integration("owners::what_is_a_hundredth_of_the_live_bytes_has_its_owner_searched"),
+        integration("owners::owners_are_searched_from_a_hundredth_of_the_live_bytes"),
         room="hooks",
     ),
     Fault(
@@ -361,7 +361,7 @@ FAULTS = [
         "            self._left = _unclaimed()\n",
         "",
         "The heap is searched again for what has no owner.",
-        integration("owners::what_is_a_hundredth_of_the_live_bytes_has_its_owner_searched"),
+        integration("owners::owners_are_searched_from_a_hundredth_of_the_live_bytes"),
         room="hooks",
     ),
     Fault(

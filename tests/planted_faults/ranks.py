@@ -150,7 +150,7 @@ FAULTS = [
         "amount * self._world_size",
         "amount",
         "A counter that all ranks raise waits for the others forever.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -159,7 +159,7 @@ FAULTS = [
         'return self._by_pattern.get(_NUMBER.sub("#", key), _UNIQUE_ID)',
         "return self._by_pattern.get(key, _UNIQUE_ID)",
         "What another rank would have set is an id of NCCL.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -168,7 +168,7 @@ FAULTS = [
         'self._values.get(key, b"") + (value',
         'b"" + (value',
         "A store loses what was appended before.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -177,7 +177,7 @@ FAULTS = [
         '.decode(errors="replace") == expected',
         '.decode(errors="replace") != expected',
         "A key that has another value is set.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -186,7 +186,7 @@ FAULTS = [
         "return all(key",
         "return any(key",
         "A store has all keys as soon as it has one.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -195,7 +195,7 @@ FAULTS = [
         "self._values.pop(key, None) is not None",
         "self._values.pop(key, None) is None",
         "A key that is gone was deleted.",
-        unit("virtual_devices::a_store_is_as_if_all_ranks_had_done_the_same"),
+        unit("virtual_devices::a_store_acts_as_if_all_ranks_did_the_same"),
         room="virtual_gpu",
     ),
     Fault(
@@ -258,7 +258,7 @@ FAULTS = [
         "_CONTEXT_OF_H200 * threads // _THREADS_OF_H200",
         "_CONTEXT_OF_H200",
         "A small GPU's context takes as much as an H200's.",
-        unit("virtual_devices::memory_and_number_of_gpus_are_taken_up_to_their_bounds"),
+        unit("virtual_devices::memory_and_number_of_gpus_are_limited"),
         room="virtual_gpu",
     ),
     Fault(
@@ -276,7 +276,7 @@ FAULTS = [
         "find_gpu(kind).context_memory + _MIN_MEMORY",
         "_MIN_MEMORY",
         "A virtual GPU may have less memory than its context.",
-        unit("virtual_devices::memory_and_number_of_gpus_are_taken_up_to_their_bounds"),
+        unit("virtual_devices::memory_and_number_of_gpus_are_limited"),
         room="virtual_gpu",
     ),
     Fault(
@@ -285,7 +285,7 @@ FAULTS = [
         "1 <= count <= _MAX_DEVICES",
         "1 <= count < _MAX_DEVICES",
         "64 GPUs are refused.",
-        unit("virtual_devices::memory_and_number_of_gpus_are_taken_up_to_their_bounds"),
+        unit("virtual_devices::memory_and_number_of_gpus_are_limited"),
         room="virtual_gpu",
     ),
     Fault(
@@ -294,7 +294,7 @@ FAULTS = [
         "smallest <= memory <= _MAX_MEMORY",
         "smallest <= memory < _MAX_MEMORY",
         "A TiB is refused, and said to be allowed.",
-        unit("virtual_devices::memory_and_number_of_gpus_are_taken_up_to_their_bounds"),
+        unit("virtual_devices::memory_and_number_of_gpus_are_limited"),
         room="virtual_gpu",
     ),
     Fault(
@@ -303,7 +303,7 @@ FAULTS = [
         "smallest <= memory <= _MAX_MEMORY",
         "smallest < memory <= _MAX_MEMORY",
         "The least memory is refused, and said to be allowed.",
-        unit("virtual_devices::memory_and_number_of_gpus_are_taken_up_to_their_bounds"),
+        unit("virtual_devices::memory_and_number_of_gpus_are_limited"),
         room="virtual_gpu",
     ),
     Fault(
@@ -339,7 +339,7 @@ FAULTS = [
         'chosen.removesuffix("_virtual_gpu") + "_virtual_gpu"',
         'chosen + "_virtual_gpu"',
         "Each child of a child has another cache.",
-        unit("virtual_devices::inductor_has_a_cache_of_its_own_and_children_the_same"),
+        unit("virtual_devices::inductor_s_cache_is_separate_also_in_children"),
         room="virtual_gpu",
     ),
     Fault(

@@ -280,7 +280,7 @@ FAULTS = [
         "(STEP, SNAPSHOT, GAP)",
         "(STEP, SNAPSHOT)",
         "A table does not say how many events are missing.",
-        unit("parquet::a_gap_has_the_number_of_its_events_and_no_device"),
+        unit("parquet::a_gap_has_a_number_of_events_and_no_device"),
         room="reports",
     ),
     Fault(

@@ -12,7 +12,7 @@ from tests.plugin.conftest import Run
 from tests.unit.made_profiles import a_device, a_peak
 
 
-def test_a_peak_above_the_limit_fails_and_says_what_it_was(run: Run) -> None:
+def test_a_peak_above_the_limit_fails_and_is_named(run: Run) -> None:
     result = run(
         """
 import opacus_memprof
@@ -115,7 +115,7 @@ def test_no_such_module():
     )
 
 
-def test_what_outlives_a_test_is_a_leak_of_that_test_alone(run: Run) -> None:
+def test_blocks_that_outlive_a_test_are_its_leaks_alone(run: Run) -> None:
     result = run(
         """
 kept = []

@@ -41,7 +41,7 @@ def test_it_is_called_once_when_the_module_is_ready(module: str) -> None:
     assert calls == [True]
 
 
-def test_it_is_called_at_once_for_a_module_that_is_there(module: str) -> None:
+def test_it_is_called_immediately_for_an_imported_module(module: str) -> None:
     importlib.import_module(module)
     calls = []
     AfterImport(module, lambda: calls.append(True))

@@ -61,7 +61,7 @@ def test_the_reader_of_the_document_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reserved", [0, 3])
-def test_the_reader_of_the_document_reads_what_a_killed_process_has_left(tmp_path: Path, reserved: int) -> None:
+def test_the_documented_reader_reads_a_killed_process_s_events(tmp_path: Path, reserved: int) -> None:
     """The count of a file that nobody closed is behind, and space is reserved after the last record."""
     file = a_file()
     file.closed = False

@@ -146,7 +146,7 @@ def test_what_users_install_has_floors() -> None:
         assert all(">=" in one for one in wanted if not one.startswith("opacus-memprof["))
 
 
-def test_the_recipe_for_conda_forge_has_the_version_and_requirements_of_the_package() -> None:
+def test_the_conda_recipe_has_the_package_s_version_and_requirements() -> None:
     recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
     assert recipe["context"]["version"] == VERSION
 

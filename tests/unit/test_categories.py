@@ -36,7 +36,7 @@ def test_the_document_has_the_table_of_categories() -> None:
 
 
 @pytest.mark.parametrize("name", REPORTED)
-def test_every_category_can_be_limited_and_has_a_colour_and_a_meaning(name: str) -> None:
+def test_every_category_has_a_limit_a_colour_and_a_meaning(name: str) -> None:
     check_filters(name, None, None)
     assert category_color(name) == BY_NAME[name].color
     assert BY_NAME[name].meaning

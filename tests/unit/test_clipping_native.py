@@ -181,7 +181,7 @@ def test_callables_without_a_hook_are_refused(callable_: Callable[..., Any]) -> 
         native.ModuleHook(callable_)
 
 
-def test_a_hook_is_known_by_its_extension_and_shows_its_method() -> None:
+def test_the_extension_knows_a_hook_and_its_method() -> None:
     hook = native.ModuleHook(Owner()._before_entry)
     assert type(hook).__module__ == "opacus_memprof._clipping"
     assert inspect.unwrap(hook).__func__ is Owner._before_entry

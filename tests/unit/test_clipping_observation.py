@@ -12,7 +12,7 @@ SHAPES = [(3,), (3, 3), (3, 5), (3, 100), (12, 70), (5, 3, 40), (3, 7, 100), (3,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_change_of_any_element_is_seen_in_its_row_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_changed_element_is_seen_only_in_its_row(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape) if dtype.is_floating_point else torch.randint(0, 2, shape)
     x = x.to(dtype)

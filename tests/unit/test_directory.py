@@ -64,9 +64,7 @@ def test_reports_outlive_their_profile(tmp_path: Path) -> None:
     assert content(tmp_path) == reports
 
 
-def test_a_profiler_that_is_killed_leaves_nothing_that_the_next_one_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_profiler_accepts_what_a_killed_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment between the claim of an earlier profile's directory and the first events of its own."""
 
     class KilledError(Exception):

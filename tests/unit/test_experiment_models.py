@@ -54,7 +54,7 @@ def test_the_shape_of_the_document_s_rows() -> None:
     torch.testing.assert_close(mlp(x), mlp.down(mlp.up(x).clamp(min=0)))
 
 
-def test_lora_trains_what_it_adds_and_leaves_the_rest_as_it_is() -> None:
+def test_lora_trains_only_its_adapters() -> None:
     """peft adapts q_proj and v_proj of a Llama, the latter with 8 of 24 heads."""
     chosen = Configuration(model="llama-3.2-3b", lora_rank=16)
     counted = models.count_parameters(models.build_model(chosen, META))
@@ -120,7 +120,7 @@ def test_a_local_path_loads_and_computes_the_same(saved_gpt2: Path) -> None:
         models.build_model(Configuration(model=str(saved_gpt2), pretrained=True, seq_length=17), CPU)
 
 
-def test_a_classifier_of_other_classes_gets_a_head_of_its_own(tmp_path: Path) -> None:
+def test_a_classifier_of_other_classes_gets_a_new_head(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     sizes = {"vocab_size": 10, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

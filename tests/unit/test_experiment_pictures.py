@@ -76,7 +76,7 @@ NOTHING = result("flash_clip", {}, None, status="failed", error="no", peak=None,
 FOUR = rows_by_mode({"v": VANILLA, "g": GHOST, "h": RAN_OUT, "f": NOTHING})
 
 
-def test_methods_come_in_the_modes_order_and_same_ones_by_their_names() -> None:
+def test_methods_are_ordered_by_mode_then_by_name() -> None:
     assert [method.label for method in FOUR] == [
         "Vanilla (No DP-SGD)",
         "Hooks (DP-SGD)",
@@ -427,7 +427,7 @@ def listed(figure: Any) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_runs_without_any_time_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
+def test_runs_without_times_are_memory_bars_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
     """On a virtual GPU there are no times."""
     rows = rows_by_mode({"v": VANILLA | {"avg_time_ms": None}, "g": GHOST | {"avg_time_ms": None}})
     bars.performance_tradeoff(rows, tmp_path / "a.png", "light")
@@ -436,7 +436,7 @@ def test_runs_without_any_time_are_bars_of_memory_with_the_reason(figures: list[
     assert figures[0].get_suptitle() == "Memory without time: a virtual GPU measures no time"
 
 
-def test_runs_that_all_fail_are_bars_of_memory_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
+def test_runs_that_all_fail_are_memory_bars_with_the_reason(figures: list[Any], tmp_path: Path) -> None:
     bars.performance_tradeoff(rows_by_mode({"h": RAN_OUT}), tmp_path / "a.png", "dark")
     (axes,) = figures[0].axes
     assert spans(axes)[0][:2] == [(0, 10), (10, 19)]
@@ -500,7 +500,7 @@ def test_points_on_one_another_share_a_label(figures: list[Any], tmp_path: Path)
     assert sorted(shown, key=int) == [str(number) for number in range(1, 21)]
 
 
-def test_vanilla_s_name_stays_in_the_picture_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:
+def test_vanilla_s_name_is_visible_beside_much_slower_methods(figures: list[Any], tmp_path: Path) -> None:
     rows = rows_by_mode({"v": VANILLA, "g": GHOST | {"avg_time_ms": 5000.0}, "f": result("flash_clip", {"noise": 42})})
     bars.performance_tradeoff(rows, tmp_path / "a.png", "light")
     (axes,) = figures[0].axes

@@ -199,7 +199,7 @@ def test_a_profile_that_lacks_fields_is_refused(directory: Path, keys: tuple[str
         assert f"is not the profiler's, because it lacks {'.'.join(keys)}: profile again" in str(error)
 
 
-def test_where_memory_runs_out_at_the_peak_both_can_be_read(tmp_path: Path) -> None:
+def test_a_failure_at_the_peak_leaves_both_labels_readable(tmp_path: Path) -> None:
     file = EventFile()
     for number in range(9):
         file.add("alloc", 64 + 1024 * number, 1000, "gradients")

@@ -27,7 +27,7 @@ def test_a_picture_has_its_theme_s_background(tmp_path: Path, theme: str) -> Non
     assert [file.name for file in tmp_path.rglob("*.*")] == ["a.png"]
 
 
-def test_a_stack_ends_at_its_sum_and_the_legend_has_what_is_there(tmp_path: Path) -> None:
+def test_stacks_end_at_their_sum_and_legends_have_their_categories(tmp_path: Path) -> None:
     with figures.saved_figure(tmp_path / "a.png") as figure:
         areas, bars = figure.subplots(2)
         figures.stacked_areas(areas, [0, 1], {"noise": [1, 2], "gradients": [4, 8], "inputs": [0, 0]})
@@ -82,7 +82,7 @@ def test_an_axis_of_events_has_no_exponent(tmp_path: Path, last: int, labels: li
         assert axes.xaxis.get_offset_text().get_text() == ""
 
 
-def test_a_user_s_own_style_does_not_reach_a_picture_and_is_kept(tmp_path: Path) -> None:
+def test_a_user_s_style_is_kept_and_not_used(tmp_path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"axes.facecolor": "red"}):

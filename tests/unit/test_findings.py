@@ -47,7 +47,7 @@ from tests.unit.made_profiles import a_device, a_peak
 
 
 @pytest.mark.parametrize(("size", "material"), [(0, False), (99, False), (100, True), (10_000, True)])
-def test_wasted_memory_is_reported_from_a_hundredth_of_the_peak_on(size: int, material: bool) -> None:
+def test_wasted_memory_is_reported_from_a_hundredth_of_the_peak(size: int, material: bool) -> None:
     devices: Any = {"cpu": SimpleNamespace(peak=SimpleNamespace(requested_bytes=10_000))}
     nameless: Any = object.__new__(Names)
     assert Run(devices, {}, [], nameless).is_material("cpu", size) is material
@@ -249,7 +249,7 @@ def test_zeros_and_noise_of_the_same_size(phase: str, zeros: int, op: str, is_fo
 
 
 @pytest.mark.parametrize(("shard", "size"), [(200, 1200), (796, None)])
-def test_noise_of_a_parameter_of_which_a_rank_has_a_shard(shard: int, size: int | None) -> None:
+def test_noise_of_a_parameter_that_is_sharded_between_ranks(shard: int, size: int | None) -> None:
     facts = fact("sharded_parameter", 1, 400, shard_bytes=100), fact("sharded_parameter", 2, 800, shard_bytes=shard)
     found = found_in(noise_of_whole_parameters, *facts)
     assert [(each.module, each.bytes) for each in found] == ([] if size is None else [("head", size)])
@@ -312,7 +312,7 @@ def test_unused_per_sample_gradients_of_three_passes(times: int, failed: bool, i
     ("steps", "size", "is_found"),
     [(5, 100, True), (4, 100, False), (5, 9, False), (18, 9, True), (17, 9, False)],  # of 20 that count
 )
-def test_memory_grows_by_a_quarter_of_the_steps_or_by_nearly_all(steps: int, size: int, is_found: bool) -> None:
+def test_memory_that_grows_in_a_quarter_or_nearly_all_steps(steps: int, size: int, is_found: bool) -> None:
     site = {"category": 7, "module": 1, "phase": 3, "op": 5, "first_step": 2, "last_step": 21, "blocks": steps}
     replayed = {"last_step_end": {"step": 24}, "residue": [{**site, "steps": steps, "bytes": size}]}
     found = found_in(growing_memory, replayed=replayed)

@@ -71,7 +71,7 @@ def test_a_token_is_sent_and_never_told(token: str | None, sent: str, monkeypatc
         ("there is no config.json in x40133", False),
     ],
 )
-def test_a_gated_model_s_error_names_both_ways_to_give_a_token(
+def test_a_gated_model_s_error_names_both_token_options(
     message: str, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(model: str, **options: object) -> None:

@@ -39,7 +39,7 @@ def run_all(
             yield job, future.result()
 
 
-def test_every_job_runs_once_and_a_device_has_one_at_a_time() -> None:
+def test_jobs_run_once_and_one_at_a_time_per_device() -> None:
     busy, lock = Counter[int](), threading.Lock()
     most, used = 0, set()
 
@@ -101,7 +101,7 @@ def test_a_job_that_raises_stops_the_others() -> None:
     assert stopped.is_set()
 
 
-def test_a_device_rests_between_two_jobs_and_not_before_the_first() -> None:
+def test_a_device_rests_only_between_two_jobs() -> None:
     times: dict[int, list[float]] = {0: [], 1: []}
     begin = time.monotonic()
     list(run_all(lambda job, device: times[device].append(time.monotonic()), [0, 1], range(4), pause=0.2))

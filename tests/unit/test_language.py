@@ -209,7 +209,7 @@ def help_of(command: Any) -> Iterator[str]:
         yield from help_of(subcommand)
 
 
-def test_the_help_of_every_command_and_option_is_translated_and_nothing_else() -> None:
+def test_only_the_help_of_commands_and_options_is_translated() -> None:
     typers = {getattr(rich_utils, name) for name in cli.TYPER_CONSTANTS}
     assert typers | set(help_of(typer.main.get_command(cli.app))) == language._catalogue("zh", "help").keys()
 
@@ -354,7 +354,7 @@ def test_a_program_that_is_refused_says_so_in_both_languages(capsys: pytest.Capt
     )
 
 
-def test_a_refusal_is_not_taken_for_a_part_of_another_sentence() -> None:
+def test_a_refusal_is_not_found_inside_another_sentence() -> None:
     unknown = "nobody knows this: it ends in {here}"
     with in_language("zh"):
         assert language.tr_sentence("ends in conv1") != "ends in conv1"  # " in {module}"
@@ -428,7 +428,7 @@ def test_other_readers_of_catalogues_read_the_same() -> None:
         assert text == (translations.pgettext(context, message) if context else translations.gettext(message))
 
 
-def test_the_language_is_that_of_the_block_then_the_process_then_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_language_comes_from_block_then_process_then_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tr("training") == "training"
     monkeypatch.setenv(language.VARIABLE, "zh_CN.UTF-8")
     assert tr("training") == "训练"
@@ -563,7 +563,7 @@ def test_a_report_in_chinese_has_no_english_sentence(tmp_path: Path) -> None:
     assert set(re.findall("[A-Za-z][a-z_]{2,}", report)) - known == set()
 
 
-def test_all_tables_of_a_report_in_chinese_have_no_english_sentence() -> None:
+def test_no_table_of_a_chinese_report_has_english_sentences() -> None:
     said = io.StringIO()
     with in_language("zh"):
         print_report(view_profile(private_profile()), Console(file=said, width=140))

@@ -96,7 +96,7 @@ def test_a_function_with_its_own_name_inside_has_a_token() -> None:
     assert tokens.of(repeated) == tokens.of(repeated)
 
 
-def test_saved_tensor_hooks_are_off_in_a_proof_and_come_back() -> None:
+def test_saved_tensor_hooks_are_off_only_during_a_proof() -> None:
     packed: list[str] = []
 
     def hooks(name: str) -> saved_tensors_hooks:

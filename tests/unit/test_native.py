@@ -101,7 +101,7 @@ def test_another_torch_is_refused_before_the_extension_is_touched(
         ("2.15.0+cpu", None, "class Allocator;", "but torch 2.15.0+cpu is installed"),
     ],
 )
-def test_a_patch_of_torch_fits_if_its_allocator_is_declared_alike(
+def test_another_patch_of_torch_fits_if_its_allocator_is_equal(
     version: str, cuda: str | None, header: str, reason: str | None, tmp_path: Path
 ) -> None:
     for folder, text in (("built", "class Allocator;"), ("installed", header)):
@@ -138,7 +138,7 @@ def install(wheel: Path, version: str, cuda: str) -> None:
     (wheel / "torch" / "version.py").write_text(text)
 
 
-def test_a_wheel_has_extensions_for_another_patch_of_torch_and_of_cuda(wheel: Path) -> None:
+def test_a_wheel_serves_other_patches_of_torch_and_cuda(wheel: Path) -> None:
     assert versions.folder_of_extensions().parent == wheel / "builds"
     assert versions.folder_of_extensions().name.startswith("torch2.15-cu13-")
     install(wheel, "2.14.0", "'13.2'")
@@ -179,7 +179,7 @@ def test_a_wheel_without_torch(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert versions.how_to_build(wheel) == "`pip install torch`"
 
 
-def test_what_is_read_of_the_installed_torch_is_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_installed_torch_is_read_as_it_describes_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without importing it: the folder's name has to be that of the torch that runs these tests."""
     folder = Path(torch.__file__).parent
     name = versions.name_of_build(torch.__version__, torch.version.cuda, folder)
@@ -223,7 +223,7 @@ def test_the_extension_is_of_this_version() -> None:
     assert opacus_memprof.__version__ == _build_info.VERSION
 
 
-def test_a_thread_whose_name_was_cut_inside_a_character_costs_no_names(tmp_path: Path) -> None:
+def test_a_thread_name_cut_inside_a_character_is_readable(tmp_path: Path) -> None:
     def work() -> None:
         with open(f"/proc/self/task/{threading.get_native_id()}/comm", "wb") as name:
             name.write("Datenlader-Käufer".encode()[:13])  # "ä" is bytes 12 and 13

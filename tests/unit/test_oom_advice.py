@@ -206,7 +206,7 @@ def test_the_order_of_suggestions(suggestions: list[Any], order: str, monkeypatc
     assert advise(case) == []
 
 
-def test_improvements_lower_the_peak_by_two_percent_and_not_below_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_improvements_lower_the_peak_by_at_least_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the phases of a step 60 bytes are live, of which another mode has no 5 of gradients."""
     made = [
         Suggestion((), str(peak), "", "", peak, saved=100 - peak, fits=None, change=MODE) for peak in (99, 98, 97, 50)
@@ -226,7 +226,7 @@ def test_improvements_lower_the_peak_by_two_percent_and_not_below_what_stays(mon
     assert predicted == [[55, 97], []]
 
 
-def test_states_that_the_first_step_will_make_are_part_of_the_need() -> None:
+def test_states_of_the_first_step_are_part_of_the_need() -> None:
     n, sample = 512, 4 * 1024 * 4096
     kept = [holding("model_parameters", sample), holding("per_sample_gradients", 8 * G)]
     besides = []  # what does not grow with the batch
@@ -543,7 +543,7 @@ def test_lines_for_reentrant_checkpoints_take_arguments_by_name() -> None:
 
 
 @pytest.mark.parametrize("block", [M, 2 * M])
-def test_a_tensor_as_wide_as_the_features_around_adapters_is_no_attention_matrix(block: int) -> None:
+def test_features_around_adapters_are_not_taken_for_an_attention_matrix(block: int) -> None:
     """Tokens by tokens for one sample in float32 are 64 KiB here: both are multiples of it."""
     shapes = {
         "self.query.A": CaptureShape(4, 128, M, 2**16, 4, from_leaf=False),

@@ -109,7 +109,7 @@ def test_norms_of_which_nothing_is_kept(samples: int) -> None:
 
 
 @pytest.mark.parametrize(("ceiling", "at_once"), [(2**28, BATCH), (4 * 2 * 4 * 40 * 24, 4)])
-def test_a_call_whose_pair_is_left_is_formed_and_added_to_the_others(
+def test_a_call_s_remaining_pair_is_added_to_the_others(
     ceiling: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three gradients of each sample: that of the call, a copy of the others' sum, and the new sum."""

@@ -120,7 +120,7 @@ def test_the_document_names_every_column(directory: Path) -> None:
     assert sorted(named) == sorted(columns)
 
 
-def test_a_gap_has_the_number_of_its_events_and_no_device(tmp_path: Path) -> None:
+def test_a_gap_has_a_number_of_events_and_no_device(tmp_path: Path) -> None:
     rows = np.zeros(1, ROW)
     rows["kind"], rows["bytes"] = GAP, 5
     columns = _columns(pa, rows, Events(EventFile().write(tmp_path)), np.zeros(256, np.int64))

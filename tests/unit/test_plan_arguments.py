@@ -69,7 +69,7 @@ def test_ranges_and_modes() -> None:
     assert parse_modes("clipping=ew") == ("clipping", ["ew"])
 
 
-def test_a_program_of_ghost_clipping_gets_its_criterion_in_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ghost_clipping_program_s_criterion_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_private(engine: Any, *, criterion: str, grad_sample_mode: str) -> tuple[str, ...]:
         return ("model", "optimizer", "loader") if grad_sample_mode == "hooks" else ("model",)
 

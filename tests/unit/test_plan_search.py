@@ -298,7 +298,7 @@ def test_drawn_batches_are_searched_and_their_peaks_computed() -> None:
     assert draws.peaks == {each: (size, size * 744 * 2**20) for each, size in sizes.items()}
 
 
-def test_a_single_sample_is_tried_where_the_mean_does_not_fit() -> None:
+def test_one_sample_is_tried_where_the_mean_does_not_fit() -> None:
     configuration = PlannedConfiguration(PlannedProgram("train.py"), str(ROOM // 2**20))
     run = cast(VirtualRun, SimpleNamespace(fits=False, poisson={"samples": 1000, "rate": 0.1}))
     assert assess_draws(cast(PlannedRuns, _ClosedForms()), configuration, run, 10, lambda count: None).fits == 1
@@ -362,7 +362,7 @@ def test_advice_is_tried_and_what_fits_comes_first() -> None:
 
 
 @pytest.mark.parametrize("mode", ["", "hooks"])
-def test_what_is_applied_in_make_private_is_tried_where_it_is_called(mode: str) -> None:
+def test_changes_to_make_private_are_tried_at_its_call(mode: str) -> None:
     """And what fails stands last, what is too large before it."""
     kinds = ("checkpoint", "dtype", "optimizer", "lora")
     suggestions = [
@@ -437,7 +437,7 @@ def test_runs_that_show_nothing_about_memory(about: dict[str, Any], sentence: st
         check_run(PlannedProgram("train.py"), run)
 
 
-def test_a_line_of_progress_says_how_much_memory_the_gpu_has() -> None:
+def test_progress_lines_say_how_much_memory_the_gpu_has() -> None:
     """Else the same program is said to fit on a GPU and not to fit there."""
     out = io.StringIO()
     board = ProgressBoard(Console(file=out, width=80), "runs", open_ended=True)

@@ -49,7 +49,7 @@ def test_files_that_are_kept_are_valid(file: Path) -> None:
         assert_contains(to_builtins(read_result(file)), json.loads(file.read_text()))
 
 
-def test_a_new_profile_is_valid_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+def test_new_profiles_are_valid_and_damaged_ones_are_not(tmp_path: Path) -> None:
     file = write_random_profile(tmp_path, 500) / "profile.json"
     refuse_invalid(file)
     content = json.loads(file.read_text())

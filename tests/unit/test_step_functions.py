@@ -96,7 +96,7 @@ class Unaskable:
         raise LookupError("no class")
 
 
-def test_an_error_that_torch_has_set_is_raised_as_it_is() -> None:
+def test_an_error_set_by_torch_is_raised_unchanged() -> None:
     parameter = torch.zeros(3)
     parameter.odd = Unaskable()  # type: ignore[attr-defined]
     with pytest.raises(LookupError, match="no class"):
@@ -152,9 +152,7 @@ def test_nested_tensors_are_inputs_without_a_size() -> None:
         (lambda: nn.Parameter(torch.zeros(100)), "forward_undecided"),
     ],
 )
-def test_a_target_from_forward_is_inputs_where_nobody_else_holds_it(
-    made: Callable[[], torch.Tensor], category: str
-) -> None:
+def test_a_target_that_only_forward_holds_is_inputs(made: Callable[[], torch.Tensor], category: str) -> None:
     with native.Tag(category=native.category_id("forward_undecided")):
         target = made()
     native.tag_target(target)

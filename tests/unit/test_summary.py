@@ -124,7 +124,7 @@ def test_predicted_changes_stand_before_the_tables() -> None:
     assert "up to" not in "\n".join(shown)
 
 
-def test_the_largest_reserved_memory_of_the_run_stands_beside_the_peak() -> None:
+def test_the_largest_reserved_memory_is_printed_beside_the_peak() -> None:
     def line(**reserved: Any) -> str:
         device = a_device(peak=a_peak(requested_bytes=MIB, step=1, phase="clip"), reserved_peak=reserved)
         return lines(print_summary, view_profile(a_profile(devices={"cuda:0": device})))[2]

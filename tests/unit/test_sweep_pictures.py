@@ -116,9 +116,7 @@ def test_every_picture_names_its_unit_and_the_virtual_gpu(tmp_path: Path, monkey
             assert any(re.search(r"\d MB$", text) for text in texts)
 
 
-def test_pictures_are_in_the_language_where_a_font_has_its_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_are_translated_if_a_font_has_the_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: set[str] = set()
 
     def keep_texts(figure: Any, path: Path, **options: Any) -> None:

@@ -78,7 +78,7 @@ def test_the_summary_says_what_was_found_and_what_would_fit() -> None:
     assert [row["status"] for row in rows] == ["finished", "out_of_memory"]
 
 
-def test_of_many_runs_a_terminal_shows_the_parts_of_the_largest_alone() -> None:
+def test_of_many_runs_a_terminal_shows_the_largest_s_parts() -> None:
     many = [replace(ROWS[0], name=str(number), label=f"run {number}") for number in range(6)] + [ROWS[1]]
     printed = summary.terminal_summary(many, Path())
     assert printed.count("By component:") == 1

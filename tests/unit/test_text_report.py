@@ -102,7 +102,7 @@ def test_components_have_a_table_where_there_are_several() -> None:
     assert "component" not in text
 
 
-def test_findings_are_wrapped_and_many_of_a_kind_are_summed_up() -> None:
+def test_findings_are_wrapped_and_summarized_by_kind() -> None:
     found = [
         {"kind": "ghost_matrices", "module": f"h.{i}", "bytes": 1024, "evidence": "word " * 40, "remedy": "fix it"}
         for i in range(5)

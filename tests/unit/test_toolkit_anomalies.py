@@ -63,7 +63,7 @@ def test_steady_growth_is_a_leak_of_its_size() -> None:
     assert leak["remedy"]
 
 
-def test_a_leak_under_noise_is_found_once_it_outgrows_the_noise() -> None:
+def test_a_leak_is_found_once_it_outgrows_the_noise() -> None:
     noise = random.Random(0)
     sizes = [500 + noise.uniform(-20, 20) + 1.0 * step for step in range(400)]
     assert series(sizes[:30]) == []
@@ -94,7 +94,7 @@ def test_batches_of_varying_size_are_no_leak() -> None:
         assert anomalies.find_in_history(history) == []
 
 
-def test_the_same_leak_at_every_point_of_a_step_is_one_finding() -> None:
+def test_a_leak_seen_at_several_points_is_one_finding() -> None:
     history = [snapshot(100 + step * (3 if name == "b" else 2), name) for step in range(20) for name in "ab"]
     [leak] = anomalies.find_in_history(history)
     assert 'of "b"' in leak["evidence"]
@@ -142,7 +142,7 @@ def test_an_allocation_that_is_being_filled_is_no_leak(filling: float) -> None:
             assert series(sizes, interval=0.02, name=anomalies.MONITOR, source=RESIDENT) == []
 
 
-def test_a_leak_that_is_read_every_20_ms_is_found_in_time() -> None:
+def test_a_leak_sampled_every_20_ms_is_found_in_time() -> None:
     options: dict[str, Any] = {"interval": 0.02, "name": anomalies.MONITOR}
     sizes = [500 + 0.5 * index for index in range(1000)]  # 20 seconds
     assert kinds(series(sizes, source=RESIDENT, **options)) == ["leak"]

@@ -44,9 +44,7 @@ def test_threads_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(written.read_text().splitlines()) == [f"line {number}" for number in range(8)]
 
 
-def test_a_record_is_one_line_on_the_console_and_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_is_one_line_on_console_and_in_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = output.LineFile(tmp_path, "run", ".log")
     logger = output.make_logger("Name_1", file)
     logger.info("one\ntwo")

@@ -147,7 +147,7 @@ def test_a_workspace_of_backward_is_no_gradient(tmp_path: Path, parameter: int, 
     assert device.snapshots[-1].categories[expected] == 32 * MIB
 
 
-def test_steps_phases_and_snapshots_are_of_no_stream_and_no_thread(tmp_path: Path) -> None:
+def test_steps_phases_and_snapshots_have_no_stream_or_thread(tmp_path: Path) -> None:
     rows, _ = rows_of(profile_of(one_step(context_all=True).write(tmp_path / "a.pickle")))
     marks = rows[np.isin(rows["kind"], (STEP, PHASE, SNAPSHOT))]
     assert {*marks["kind"].tolist()} == {STEP, PHASE, SNAPSHOT}
@@ -188,7 +188,7 @@ def test_blocks_older_than_the_trace_count_from_its_beginning(tmp_path: Path) ->
     assert any("10.00 MiB were allocated before the trace begins" in sentence for sentence in found.warnings)
 
 
-def test_a_block_that_another_stream_uses_is_live_until_its_free_is_completed(tmp_path: Path) -> None:
+def test_a_block_of_another_stream_lives_until_its_free_completes(tmp_path: Path) -> None:
     trace = Trace()
     trace.alloc(0, 4 * MIB, SETUP)
     trace.add("free_requested", 0, 4 * MIB, SETUP)
@@ -471,7 +471,7 @@ def test_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert "\x00" not in shown.output
 
 
-def test_an_annotation_of_a_block_that_nothing_else_has_is_left_out(tmp_path: Path) -> None:
+def test_an_annotation_of_an_unknown_block_is_ignored(tmp_path: Path) -> None:
     trace = one_step(context_all=True)
     expected = profile(trace.write(tmp_path / "a.pickle")).devices["cuda:0"]
     trace.add("annotate", 2**40, MIB, [])
@@ -480,7 +480,7 @@ def test_an_annotation_of_a_block_that_nothing_else_has_is_left_out(tmp_path: Pa
     assert annotated.peak.requested_bytes == expected.peak.requested_bytes == 16 * MIB
 
 
-def test_a_long_trace_takes_less_than_250_bytes_of_memory_for_each_entry(tmp_path: Path) -> None:
+def test_a_long_trace_takes_under_250_bytes_an_entry(tmp_path: Path) -> None:
     """A gigabyte of entries without stacks, 61 bytes each, must not take more than 4 GB."""
     entry = {"addr": 512, "size": 4096, "stream": 0, "time_us": 1_700_000_000_000_000, "frames": []}
     block = b"".join(pickled({"action": action, **entry}) for action in ("alloc", "free_requested", "free_completed"))

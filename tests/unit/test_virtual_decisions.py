@@ -140,14 +140,12 @@ def decides_at(folder: Path, source: str, part: str) -> bool:
 
 
 @pytest.mark.parametrize(("source", "part"), SHOWN_THERE)
-def test_of_several_statements_of_a_line_the_one_that_reads_decides_nothing(
-    tmp_path: Path, source: str, part: str
-) -> None:
+def test_a_reading_statement_beside_others_decides_nothing(tmp_path: Path, source: str, part: str) -> None:
     assert not decides_at(tmp_path, source, part)
 
 
 @pytest.mark.parametrize(("source", "part"), DECIDING_THERE)
-def test_of_several_statements_of_a_line_the_one_that_reads_decides(tmp_path: Path, source: str, part: str) -> None:
+def test_a_reading_statement_among_others_decides(tmp_path: Path, source: str, part: str) -> None:
     assert decides_at(tmp_path, source, part)
 
 

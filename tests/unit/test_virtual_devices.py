@@ -119,7 +119,7 @@ print(p.max_threads_per_multi_processor, p.shared_memory_per_multiprocessor, p.s
     assert second == "2048|167936|166912"
 
 
-def test_memory_and_number_of_gpus_are_taken_up_to_their_bounds() -> None:
+def test_memory_and_number_of_gpus_are_limited() -> None:
     context = 552468480 * (40 * 1024) // (132 * 2048)  # the H200's, by resident threads
     least, most = context + 2**28, 2**40
     assert process.smallest_memory("t4") == least
@@ -165,7 +165,7 @@ def test_a_rendezvous_has_the_rank_of_its_address(monkeypatch: pytest.MonkeyPatc
         assert next(handlers[url[:3]](url))[1:] == expected
 
 
-def test_a_store_is_as_if_all_ranks_had_done_the_same() -> None:
+def test_a_store_acts_as_if_all_ranks_did_the_same() -> None:
     store = SingleRankStore(4)
     assert [store.add("count", 2), store.add("count", 1)] == [8, 12]
     store.set("host/0", "a")
@@ -194,7 +194,7 @@ def test_the_state_of_a_thread_is_read_after_its_name(stat: str, state: str, tmp
     assert process._state(tmp_path) == state
 
 
-def test_inductor_has_a_cache_of_its_own_and_children_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_s_cache_is_separate_also_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SimpleNamespace(default_cache_dir=lambda: "default")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
     process._use_separate_cache(cache)

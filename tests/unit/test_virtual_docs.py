@@ -40,7 +40,7 @@ def test_every_option() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux")
-def test_its_example_runs_and_its_keys_are_those_of_a_profile(tmp_path: Path) -> None:
+def test_its_example_runs_with_the_keys_of_a_profile(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
     printing = "\nprint('keys:', *virtual_gpu.describe_run(), sep='\\n')"
     ran = subprocess.run(
@@ -90,7 +90,7 @@ class Use:
     frames: tuple[int, ...] = ()
 
 
-def test_a_run_has_the_uses_since_its_beginning_added_up_by_line() -> None:
+def test_a_run_adds_up_its_uses_by_line() -> None:
     earlier: Any = describe._Counts([Use("item", "a.py:1", 2)], [], {"fft": 3}, {"cudaFoo": 1})
     uses = [Use("item", "a.py:1", 2), Use("item", "a.py:2", 3, (1,)), Use("item", "a.py:2", 4, (2,))]
     now: Any = describe._Counts(uses, [], {"fft": 3, "svd": 1}, {"cudaFoo": 2})
@@ -101,7 +101,7 @@ def test_a_run_has_the_uses_since_its_beginning_added_up_by_line() -> None:
     ]
 
 
-def test_each_line_is_told_how_often_and_the_rest_is_added_up() -> None:
+def test_each_line_has_a_count_and_others_are_added() -> None:
     uses: Any = [Use("ranks: item", "a.py:1", 1), Use("item", "", 2), *(Use("item", f"b.py:{n}", 5) for n in range(21))]
     said = describe._sentences(uses, "read")
     assert said[:2] == ["item at a.py:1 read", "item in backward, 2 times, read"]
