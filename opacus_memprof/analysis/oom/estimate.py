@@ -99,6 +99,9 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     on_gpu = failure.device != "cpu"
     # On a GPU torch updates all parameters at once (foreach), on the CPU one after the other.
     update = shapes.step_temporaries * trained if on_gpu else 2 * largest * bool(shapes.step_temporaries)
+    theirs = [group for group in failure.block_groups if _is_of_another_model(group, shapes)]
+    theirs = [group for group in theirs if group not in leftovers.block_groups and not _is_resident(group.category)]
+    others = sum_by(theirs, lambda group: group.category)
     return Step(
         mode=shapes.mode,
         mean_loss=shapes.mean_loss,
@@ -109,16 +112,13 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
             for category, size in by_category.items()
             if _is_resident(category)
         )
-        + sum(
-            group.bytes
-            for group in failure.block_groups
-            if group not in leftovers.block_groups
-            and not _is_resident(group.category)
-            and _is_of_another_model(group, shapes)
-        ),
+        + sum(others.values()),
+        others=others,
         trained=trained,
         largest=largest,
-        states=max(shapes.state_tensors * trained, by_category.get("optimizer_states", 0)),
+        states=max(
+            shapes.state_tensors * trained, by_category.get("optimizer_states", 0) - others.get("optimizer_states", 0)
+        ),
         update=update,
         loss=loss,
         inputs=by_category.get("inputs", 0),

@@ -141,6 +141,15 @@ class FlashClip:
         samples = max(cost.fit(WORKSPACE_BYTES // 2, pair, n), 1)
         return samples * pair + self.norm_temporaries(samples) if pair else 0
 
+    def multiplies_merged(self, n: int) -> bool:
+        """Returns whether matrix products find the norms of a layer that runs several times."""
+        forward, is_convolution = self.layer.forward, self.layer.is_convolution
+        if not self.layer.module.rows or self.layer.module.kind == "Embedding":
+            return False
+        if self.kept_calls(n) < forward.calls or is_convolution:  # the gradient of one token is an outer product
+            return bool(self.kept_calls(n)) and (is_convolution or forward.tokens > forward.calls)
+        return not self.in_registers or self._choice(n, False).norm == "gradient"
+
     def _normalized(self, n: int) -> int:
         """Returns the temporaries of a norm's gradients, of as many samples as fit.
 

@@ -101,12 +101,13 @@ class Case:
             if recorded.phase == "forward" and not (self.leftovers.bytes and recorded.step == self.failure.step):
                 sizes = self._scale_instant(recorded, n)
                 _subtract(sizes, self.leftovers.from_before(recorded.step))
-                sizes["optimizer_states"] = step.states
                 # An evaluation before zero_grad has those of the step before it.
                 evaluates = self.shapes.evaluation is not None and self.shapes.accumulated == 1
                 if not evaluates or step.mode not in PER_SAMPLE_MODES:
                     sizes["per_sample_gradients"] = 0
-                sizes |= step.left_in_forward(n or self.samples or step.samples)
+                sizes |= {"optimizer_states": step.states, **step.left_in_forward(n or self.samples or step.samples)}
+                for name in ("gradients", "optimizer_states"):
+                    sizes[name] += step.others.get(name, 0)
                 if accumulates and step.mode:
                     sizes["summed_gradients"] = step.trained
                 yield Instant("forward", "", sizes)
@@ -189,7 +190,7 @@ class Case:
             kept = late.trained if late.keeps_gradients else 0
             sizes |= {"per_sample_gradients": 0, "summed_gradients": 0, "gradients": kept}
         if self.step is not None and not self.history.step_peaks:
-            sizes = _with_states(sizes, self.step.states)
+            sizes = _with_states(sizes, self.step.states + self.step.others.get("optimizer_states", 0))
             if self.step.keeps_gradients and gradients == "kept":
                 sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
             if late is not None and gradients != "early":

@@ -41,6 +41,7 @@ class Step:
         samples: of the batch that the sizes are for.
         layers: in forward order.
         resident: parameters, buffers and all else that lives through all steps.
+        others: the part of it that are gradients and optimizer states of other models, by category.
         trained: the parameters that are trained.
         largest: those of the largest layer.
         states: the optimizer's states, once they exist.
@@ -76,6 +77,7 @@ class Step:
     inputs: int
     keeps_gradients: bool
     clears_late: bool = False
+    others: Mapping[str, int] = field(default_factory=dict)
     output: int = 0
     logits: int = 0
     tail: int = 0
@@ -96,6 +98,14 @@ class Step:
     def with_changes(self, **changes: object) -> "Step":
         """Returns the step with other values of these attributes."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def in_mode(self, mode: str) -> "Step":
+        """Returns the step in another mode, in which the program then trains its other private models, too."""
+        freed = 0 if mode in PER_SAMPLE_MODES else self.others.get("per_sample_gradients", 0)
+        if mode == "flash_clip":  # p.grad is a view of a clipped sum
+            freed += min(self.others.get("summed_gradients", 0), self.others.get("gradients", 0))
+        keeps = self.keeps_gradients and mode != "flash_clip"
+        return replace(self, mode=mode, keeps_gradients=keeps, resident=self.resident - freed)
 
     def instants(self, n: int, *, accumulates: bool = False) -> Iterator[Instant]:
         """Yields the instants of the step with a physical batch of `n` samples.
@@ -349,7 +359,8 @@ class Step:
         summed = self._summed() if accumulates else 0
         for layer, clip in layers:
             if layer.is_repeated:  # norms are found when all its calls are known
-                temporaries = {"library_workspace": self.workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
+                workspace = self.workspace if clip.multiplies_merged(n) else 0
+                temporaries = {"library_workspace": workspace, "temp_matrices": clip.merged_norm_temporaries(n)}
                 yield Instant("clip", layer.name, {"per_sample_gradients": kept, **temporaries})
         for layer, clip in layers:
             sums = {"summed_gradients": summed + layer.sum_bytes, "inputs": self._scale(self.inputs, n)}

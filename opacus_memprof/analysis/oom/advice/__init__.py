@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from opacus_memprof.analysis.events import Names
+from opacus_memprof.analysis.kept_memory import model_of
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import COMBINED, DEFECT, Suggestion
 from opacus_memprof.analysis.oom.estimate import estimate_step
@@ -16,7 +17,7 @@ from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failur
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import needs_edit
-from opacus_memprof.profiles.profile import Device, Improvement, Peak, PhasePeak
+from opacus_memprof.profiles.profile import Block, Device, Improvement, Peak, PhasePeak
 
 __all__ = ["Suggestion", "advise"]
 
@@ -52,6 +53,7 @@ _ACCUMULATING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
 _WORTHWHILE = 0.02  # of the peak
 # Improvements: they change neither the result of the training nor its batch.
 _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
+    waste.release_models,
     waste.evaluate_without_graph,
     waste.drop_unused_gradients,
     waste.set_gradients_to_none,
@@ -63,6 +65,7 @@ _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     training.keep_fewer_activations,
 )
 _FEWER_ACTIVATIONS = {"checkpoint", "dtype", "fused_attention", "no_grad"}  # kinds of actions
+_PARAMETERS = "model_parameters"
 _OF_PRIVACY = ("per_sample_gradients", "gradients", "summed_gradients")
 
 
@@ -142,20 +145,26 @@ def _kept(instant: PhasePeak, *, fewer_activations: bool) -> int:
 
 def _peak_as_failure(name: str, peak: Peak) -> Failure:
     """Reads the peak as if an allocation of no bytes had failed there."""
-    largest: dict[tuple[str, str], int] = {}
-    for block in peak.largest_blocks:
-        key = block.module, block.category
-        largest[key] = max(largest.get(key, 0), block.bytes)
+    largest: dict[tuple[str, str], Block] = {}
+    for block in peak.largest_blocks:  # the largest first
+        largest.setdefault((block.module, block.category), block)
+    # Models are told apart by the steps in which they were made: known of all of them, or of none.
+    parameters = [module for module, sizes in peak.modules.items() if _PARAMETERS in sizes]
+    made_in = {
+        model_of(module)[1]: block.step for (module, category), block in largest.items() if category == _PARAMETERS
+    }
+    if not made_in.keys() >= {model_of(module)[1] for module in parameters}:
+        made_in = {}
     groups = [
         BlockGroup(
             bytes=size,
             blocks=1,
-            largest=largest.get((module, category), size),
+            largest=largest[module, category].bytes if (module, category) in largest else size,
             category=category,
             module=module,
             op="",
             phase=peak.phase,
-            step=peak.step,
+            step=made_in.get(model_of(module)[1], peak.step) if category == _PARAMETERS else peak.step,
         )
         for module, sizes in peak.modules.items()
         for category, size in sizes.items()

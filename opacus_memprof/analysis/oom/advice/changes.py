@@ -266,9 +266,7 @@ def mode_change(case: Case, mode: str) -> Change | None:
         _code(step.mode, mode, case.shapes.engine_call),
         _why(step, mode),
         (_action(mode),),
-        lambda changed: changed.with_changes(
-            mode=mode, keeps_gradients=changed.keeps_gradients and mode != "flash_clip"
-        ),
+        lambda changed: changed.in_mode(mode),
         same_forward=True,
     )
 

@@ -261,11 +261,10 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
     if has_graph:
         size = sum(instant.parts.get(category, 0) for category in ACTIVATIONS)
         kept = {name: part for name, part in instant.parts.items() if name not in ACTIVATIONS}
-        training = [
-            Instant(each.phase, "", dict(each.categories))
-            for each in case.history.peaks
-            if each.phase not in ("forward", "idle")
-        ]
+        # Steps after an evaluation have its last graph, too, if a variable refers to it.
+        steps = [each for each in case.history.peaks if each.phase not in ("forward", "idle")]
+        steps = [each for each in steps if each.step < case.failure.step] or steps
+        training = [Instant(each.phase, "", dict(each.categories)) for each in steps]
         yield suggest(
             case,
             max(

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a finished run says its peak could be is the peak of the script with that change, on a virtual GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gallery.follow import follow
+from tests.warm_python import ENVIRONMENT, interpreter
+
+SCRIPTS = Path(__file__).parents[1] / "gallery" / "improved"
+MOST_BELOW, MOST_ABOVE = 0.03, 0.10
+FLASH_CLIP = 'grad_sample_mode="flash_clip"'
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
+)
+
+
+@pytest.mark.parametrize("name", ["generator", "gru_of_characters"])
+def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
+    script = (SCRIPTS / f"{name}.py").read_text()
+    first = _improvements(script, tmp_path)[0]
+    assert first["title"] == FLASH_CLIP
+    changed, _ = follow(script, {"actions": [{"kind": "grad_sample_mode"}], "code": first["code"]})
+    _expect(first, changed, tmp_path)
+
+
+def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed(tmp_path: Path) -> None:
+    script = (SCRIPTS / "clients.py").read_text()
+    improvements = {each["title"]: each for each in _improvements(script, tmp_path)}
+    (freeing,) = (each for title, each in improvements.items() if " equal models of " in title)
+    assert improvements[FLASH_CLIP]["predicted_peak_bytes"] < freeing["predicted_peak_bytes"] / 2
+    place = "        local = copy.deepcopy(server)\n"
+    assert place in script
+    freed = f"        local = opt = loader = None\n        gc.collect()\n{place}"
+    _expect(freeing, f"import gc\n{script.replace(place, freed)}", tmp_path)
+
+
+def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(tmp_path: Path) -> None:
+    script = (SCRIPTS / "evaluation.py").read_text()
+    first = _improvements(script, tmp_path)[0]
+    assert "torch.no_grad()" in first["title"]
+    head, loop, body = script.partition("    for x, y in te:\n")
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    _expect(first, f"{head}    with torch.no_grad():\n    {loop}{indented}", tmp_path, above=0.13)
+
+
+def _improvements(script: str, directory: Path) -> list[dict[str, Any]]:
+    improvements: list[dict[str, Any]] = _device_of(script, directory)["improvements"]
+    return improvements
+
+
+def _expect(improvement: dict[str, Any], changed: str, directory: Path, above: float = MOST_ABOVE) -> None:
+    """Fails if the peak of the changed script is not the predicted one."""
+    actual = _device_of(changed, directory)["peak"]["requested_bytes"]
+    assert (1 - MOST_BELOW) * actual <= improvement["predicted_peak_bytes"] <= (1 + above) * actual
+
+
+def _device_of(script: str, directory: Path) -> dict[str, Any]:
+    """Runs a script on a virtual GPU, and returns what the profile has of that."""
+    file, out = directory / "train.py", directory / "out"
+    file.write_text(script)
+    command = [*interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h100", "-o", out, file]
+    completed = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    device: dict[str, Any] = json.loads((out / "profile.json").read_text())["devices"]["cuda:0"]
+    return device
