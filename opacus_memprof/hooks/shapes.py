@@ -201,6 +201,7 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
         return None
     samples = tensors[0].shape[0]
     channels = output.shape[1 if isinstance(module, _ConvNd) else -1] if output.dim() > 1 else 1
+    base = tensors[0]._base if tensors[0].requires_grad else None
     return CaptureShape(
         samples=samples,
         tokens=max(output.numel() // max(samples * channels, 1), 1),
@@ -211,6 +212,8 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
         layout_copied=isinstance(module, _ConvNd) and needs_layout_copy(module, output),
         is_bfloat16=output.dtype == torch.bfloat16,
         input_element_bytes=tensors[0].element_size(),
+        viewed_bytes=0 if base is None else base.nbytes,
+        viewed_id=0 if base is None else id(base),
     )
 
 

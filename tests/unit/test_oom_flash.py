@@ -18,7 +18,7 @@ from opacus_memprof.clipping.layers.normalization import LayerNormLayer
 from opacus_memprof.clipping.layers.shared import SharedGradient
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.hooks.forward_shapes import ShapeProbe
-from opacus_memprof.hooks.shapes import layer_shape_of
+from opacus_memprof.hooks.shapes import capture_shape, layer_shape_of
 from opacus_memprof.profiles.layer_shapes import CaptureShape
 from opacus_memprof.recording.observations import layer_shapes
 from tests.oracle.meter import WINDOW, storage_bytes, window_peaks
@@ -155,3 +155,18 @@ def test_a_transposed_convolution_has_a_prediction() -> None:
     forward = CaptureShape(6, 400, 6 * 8 * 100 * 4, 6 * 4 * 400 * 4, 4, from_leaf=False)
     clip = flash.FlashClip(Layer("up", shape, forward, 0), in_registers=True)
     assert clip.norm_temporaries(6) > 0
+
+
+def test_views_of_one_tensor_keep_it_until_the_clipped_sums() -> None:
+    """Of the last token, as many classifiers have it: the pair keeps the tensor of all tokens alive."""
+    states = torch.randn(BATCH, 50, 24, requires_grad=True) * 1
+    module = nn.Linear(24, 3)
+    x = states[:, -1]
+    shape = capture_shape(module, (x,), module(x))
+    assert shape is not None
+    assert (shape.input_bytes, shape.viewed_bytes) == (x.nbytes, states.nbytes)
+    assert shape.viewed_id == id(states)
+    seen = Layer("head", layer_shape_of(module, dict(module.named_parameters())), shape, 0)
+    clip = flash.FlashClip(seen, in_registers=True)
+    assert clip.kept_bytes(BATCH) == states.nbytes + BATCH * 3 * 4 + clip.new_bytes(BATCH)
+    assert clip.new_bytes(BATCH) == 0  # the bias' gradients are those of the output

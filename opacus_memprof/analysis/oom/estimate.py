@@ -174,6 +174,7 @@ def _with_samples(forward: CaptureShape, samples: int) -> CaptureShape:
         samples=samples,
         input_bytes=forward.input_bytes * samples // forward.samples,
         output_bytes=forward.output_bytes * samples // forward.samples,
+        viewed_bytes=forward.viewed_bytes * samples // forward.samples,
     )
 
 
@@ -285,6 +286,7 @@ def _layers(
     unfinished = unit_prefix(reached or "")
     unfinished = unfinished if unfinished in units else (begun or [""])[-1]
     layers: list[Layer] = []
+    viewed: set[int] = set()
     for name in _order(shapes, seen, reached):
         module = shapes.modules[name]
         prefix, forward = unit_prefix(name), seen.get(name)
@@ -308,6 +310,9 @@ def _layers(
             own = max(own, forward.output_bytes)
             before = max(before, forward.input_bytes)  # saved by an operation between the two layers
         captured = saved.captured.get(name, 0)
+        if forward.viewed_id in viewed:  # heads that have views of one tensor keep it once
+            forward = replace(forward, viewed_bytes=0)
+        viewed.add(forward.viewed_id)
         layers.append(
             Layer(
                 name,

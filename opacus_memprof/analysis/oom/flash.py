@@ -49,8 +49,10 @@ class FlashClip:
         return self.layer.module.rows * self.layer.module.columns * forward.element_bytes // max(pair, 1)
 
     def _pair_bytes(self, n: int) -> int:
+        """Returns the bytes of the kept pairs. A single call's input can be a view, such as of the last token."""
         forward = self.layer.forward
-        return self.layer.scale(forward.input_bytes + forward.output_bytes, n) * self.kept_calls(n) // forward.calls
+        input_bytes = forward.input_bytes if forward.calls > 1 else max(forward.input_bytes, forward.viewed_bytes)
+        return self.layer.scale(input_bytes + forward.output_bytes, n) * self.kept_calls(n) // forward.calls
 
     def shared_bytes(self, n: int) -> int:
         """Returns the part of `kept_bytes` that is also in the previous layer's activations.
