@@ -63,7 +63,7 @@ class CaptureShape:
         is_bfloat16: whether the output is of this type.
         calls: calls of the module in one forward pass, over which tokens and bytes are added up.
         input_element_bytes: bytes of an element of the input, which autocast casts to the output's type.
-        viewed_bytes: of the tensor that the input of a single call is a view of, and keeps alive; 0 if it is no view.
+        viewed_bytes: of the tensor that the input of a single call is a view of, and keeps alive. 0: not a view.
         viewed_id: id() of that tensor.
     """
 

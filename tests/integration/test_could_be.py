@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["generator", "gru_of_characters"])
+@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters"])
 def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
     first = _improvements(script, tmp_path)[0]
@@ -46,7 +46,7 @@ def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(t
     script = (SCRIPTS / "evaluation.py").read_text()
     first = _improvements(script, tmp_path)[0]
     assert "torch.no_grad()" in first["title"]
-    head, loop, body = script.partition("    for x, y in te:\n")
+    head, loop, body = script.partition("    for x, y in tests:\n")
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     _expect(first, f"{head}    with torch.no_grad():\n    {loop}{indented}", tmp_path, above=0.13)
 

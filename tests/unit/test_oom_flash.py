@@ -148,13 +148,21 @@ def test_norms_of_a_convolution_that_runs_twice(ceiling: int, monkeypatch: pytes
     assert 0.97 * peak <= predicted.merged_norm_temporaries(BATCH) <= 1.1 * peak
 
 
-def test_a_transposed_convolution_has_a_prediction() -> None:
-    """Its class' name has the number of dimensions at another place."""
-    module = nn.ConvTranspose2d(8, 4, 2, stride=2)
-    shape = layer_shape_of(module, dict(module.named_parameters()))
-    forward = CaptureShape(6, 400, 6 * 8 * 100 * 4, 6 * 4 * 400 * 4, 4, from_leaf=False)
-    clip = flash.FlashClip(Layer("up", shape, forward, 0), in_registers=True)
-    assert clip.norm_temporaries(6) > 0
+@pytest.mark.parametrize("samples", [6, 2])
+def test_gradients_of_a_transposed_convolution_are_formed_and_kept(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no rule of its own: its forward is repeated, for as many samples at a time as fit."""
+    module, x = nn.ConvTranspose2d(32, 16, 4, stride=2, bias=False), torch.randn(6, 32, 5, 5, requires_grad=True) * 1
+    y = module(x)
+    shape = capture_shape(module, (x,), y)
+    assert shape is not None
+    moved, weight = (x[0].nbytes + y[0].nbytes), module.weight.nbytes
+    monkeypatch.setattr(flash, "WORKSPACE_BYTES", samples * (4 * moved + weight))
+    seen = Layer("up", layer_shape_of(module, dict(module.named_parameters())), shape, 0)
+    clip = flash.FlashClip(seen, in_registers=True)
+    assert clip.kept_bytes(6) == 6 * weight
+    assert clip.norm_temporaries(6) >= samples * moved + (samples < 6) * samples * weight
 
 
 def test_views_of_one_tensor_keep_it_until_the_clipped_sums() -> None:

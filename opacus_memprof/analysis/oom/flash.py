@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from opacus_memprof.analysis.oom.layers import NORMS, Layer
 from opacus_memprof.clipping import cost
 
+REPEATED = ("Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+"""Layers without a rule of their own: their forward is repeated, and their per-sample gradients are kept."""
+
 WORKSPACE_BYTES = int(cost.DEFAULT_WORKSPACE_MB * 2**20)
 
 
@@ -89,6 +92,10 @@ class FlashClip:
             return self._normalized(n)
         if module.kind == "Embedding":
             return self._embedding_norms(n)
+        if module.kind in REPEATED:
+            moved = layer.scale(forward.input_bytes + forward.output_bytes, 1) // forward.calls
+            samples = max(cost.fit(WORKSPACE_BYTES, 4 * moved + module.bytes, n), 1)
+            return samples * moved + (samples * forward.element_bytes * module.weight if samples < n else 0)
         if layer.repeated_forward:
             sample = 4 * layer.scale(forward.input_bytes + forward.output_bytes, 1) + module.bytes
             return layer.scale(layer.repeated_forward, max(cost.fit(WORKSPACE_BYTES, sample, n), 1))
@@ -115,7 +122,7 @@ class FlashClip:
 
     def forms_gradients(self, n: int) -> bool:
         """Returns whether matrix products form the weight's per-sample gradients."""
-        if self.layer.repeated_forward:
+        if self.layer.repeated_forward or self.layer.module.kind in REPEATED:
             return True
         return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
 
@@ -219,6 +226,8 @@ class FlashClip:
     def keeps_pair(self, n: int) -> bool:
         """Returns whether the layer keeps its input and its output's gradient instead of per-sample gradients."""
         module, calls = self.layer.module, self.layer.forward.calls
+        if module.kind in REPEATED:
+            return False
         if calls > 1 and module.rows and module.kind != "Embedding":
             return calls <= self._calls_until_formed()
         return module.kind == "Embedding" or (bool(module.rows) and self._choice(n, True).keep == "pair")

@@ -18,19 +18,19 @@ model = nn.Sequential(
     nn.Linear(2048, 10),
 ).cuda()
 opt = torch.optim.SGD(model.parameters(), 0.1)
-tr = DataLoader(TensorDataset(torch.randn(128, 3, 32, 32), torch.randint(10, (128,))), batch_size=32)
-te = DataLoader(TensorDataset(torch.randn(512, 3, 32, 32), torch.randint(10, (512,))), batch_size=256)
-model, opt, tr = PrivacyEngine().make_private(
-    module=model, optimizer=opt, data_loader=tr, noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False
+loader = DataLoader(TensorDataset(torch.randn(128, 3, 32, 32), torch.randint(10, (128,))), batch_size=32)
+tests = DataLoader(TensorDataset(torch.randn(512, 3, 32, 32), torch.randint(10, (512,))), batch_size=256)
+model, opt, loader = PrivacyEngine().make_private(
+    module=model, optimizer=opt, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False
 )
 for _ in range(2):
     model.train()
-    for x, y in tr:
+    for x, y in loader:
         opt.zero_grad()
         nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
         opt.step()
     model.eval()
     total = 0
-    for x, y in te:
+    for x, y in tests:
         out = model(x.cuda())
         total += nn.functional.cross_entropy(out, y.cuda()).detach()
