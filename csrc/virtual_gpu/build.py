@@ -56,6 +56,7 @@ _NO_EFFECT = re.compile(
 # Of these the caller expects figures, or handles, through pointers.
 _TELLS = re.compile(
     r"Get|Query|Nnz|[Ss]ize|Count|Create|Init|Plan|Estimate|Is[A-Z]|Can[A-Z]|Import|Export|Retain|alloc|Alloc"
+    r"|(?:geqrf|gels|getrs)Batched"
 )
 _MAKES = re.compile(r"Create|Init|Import|Retain|Begin|Clone|Instantiate|Add\w*Node")
 _SIZES = {

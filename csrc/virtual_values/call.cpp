@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "virtual_values/call.h"
 
+#include <ATen/ops/empty_strided.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -84,6 +86,9 @@ Call::Call(const c10::OperatorHandle& handle, const Operation& operation,
     if (static_cast<int>(index) == operation.momenta && operation.first_step >= 0 &&
         arguments_[static_cast<std::size_t>(operation.first_step)].toBool())
       parameter.read = false;
+    if (parameter.average && operation.training >= 0 &&
+        !arguments_[static_cast<std::size_t>(operation.training)].toBool())
+      parameter.written = false;
     if (arguments_[index].isDevice()) cuda_ = cuda_ || arguments_[index].toDevice().is_cuda();
     const bool list = arguments_[index].isList();
     std::size_t position = 0;
@@ -236,6 +241,26 @@ bool Call::is_written_argument(const at::Tensor& tensor) const {
     if (found) return true;
   }
   return false;
+}
+
+std::vector<c10::IValue> Call::results_of_cpu() const {
+  std::vector<c10::IValue> values = [&] {
+    const OnCpu on_cpu;
+    return execute(handle_, operation_, arguments_, seed_, compounds_);
+  }();
+  for (c10::IValue& value : values) {
+    value = with_tensors(value, [&](const at::Tensor& tensor) {
+      return at::empty_strided(tensor.sizes(), tensor.strides(),
+                               tensor.options().device(tensors_.front().tensor.device()));
+    });
+  }
+  return values;
+}
+
+bool Call::can_do_without_kernel() const {
+  return operation_.on_cpu && compounds_.empty() && !tensors_.empty() &&
+         std::none_of(tensors_.begin(), tensors_.end(),
+                      [](const Tensor& each) { return each.parameter.written; });
 }
 
 State Call::finish(torch::jit::Stack& stack) {

@@ -31,6 +31,11 @@ class Call {
   void prepare();
   // Makes small inputs hold what they read as.
   void read_inputs();
+  // A CUDA kernel may stop at what it finds on the device, where nothing is computed. Returns
+  // whether the call can go on without: all that it does is to give results.
+  [[nodiscard]] bool can_do_without_kernel() const;
+  // New tensors of the virtual GPU with the shapes that the CPU gives the results.
+  [[nodiscard]] std::vector<c10::IValue> results_of_cpu() const;
   // After the CUDA kernel: computes what can be computed, and notes the state of the results, which
   // are on the stack. Returns that state.
   State finish(torch::jit::Stack& stack);

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "virtual_values/normalization.h"
 #include "virtual_values/recurrent.h"
 #include "virtual_values/tensors.h"
 
@@ -195,103 +196,6 @@ Values cudnn_backward(const Values& arguments) {
   return gradients_of(attention, arguments[0].toTensor(), 3);
 }
 
-// In float where it is in half, as the kernels of a GPU compute it.
-at::Tensor as_computed(const at::Tensor& tensor) {
-  return tensor.defined() && is_half(tensor) ? tensor.to(at::kFloat) : tensor;
-}
-
-at::Tensor as_computed(const c10::IValue& value) {
-  return as_computed(defined_or(optional(value)));
-}
-
-// The output, and what a GPU's kernel saves of it, in float: the mean and the reciprocal deviation
-// by which it normalized. The CPU saves neither without training, and both in half where the input
-// is.
-Values normalized_by_batch(const at::Tensor& input, const c10::IValue& weight,
-                           const c10::IValue& bias, const c10::IValue& running_mean,
-                           const c10::IValue& running_variance, bool training, double momentum,
-                           double epsilon) {
-  const at::Tensor averages = as_computed(running_mean);
-  const at::Tensor variances = as_computed(running_variance);
-  auto [output, mean, deviation] =
-      at::native_batch_norm(as_computed(input), as_computed(weight), as_computed(bias), averages,
-                            variances, training, momentum, epsilon);
-  if (!training) {
-    mean = averages;
-    deviation = (variances + epsilon).rsqrt();
-  } else if (averages.defined()) {
-    running_mean.toTensor().copy_(averages);
-    running_variance.toTensor().copy_(variances);
-  }
-  return {output.to(input.scalar_type()), mean, deviation};
-}
-
-Values native_batch_norm(const Values& arguments) {
-  return normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], arguments[3],
-                             arguments[4], arguments[5].toBool(), arguments[6].toDouble(),
-                             arguments[7].toDouble());
-}
-
-Values batch_norm_without_averages(const Values& arguments) {
-  return normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], {}, {},
-                             arguments[3].toBool(), arguments[4].toDouble(),
-                             arguments[5].toDouble());
-}
-
-Values batch_norm_with_update(const Values& arguments) {
-  Values values =
-      normalized_by_batch(arguments[0].toTensor(), arguments[1], arguments[2], arguments[3],
-                          arguments[4], true, arguments[5].toDouble(), arguments[6].toDouble());
-  values.emplace_back();  // cuDNN's own
-  return values;
-}
-
-Values layer_norm(const Values& arguments) {
-  const at::Tensor& input = arguments[0].toTensor();
-  const auto [output, mean, deviation] = at::native_layer_norm(
-      as_computed(input), arguments[1].toIntVector(), as_computed(arguments[2]),
-      as_computed(arguments[3]), arguments[4].toDouble());
-  return {output.to(input.scalar_type()), mean, deviation};
-}
-
-Values batch_norm(const Values& arguments) {
-  const auto [output, mean, deviation] =
-      at::native_batch_norm(arguments[0].toTensor(), optional(arguments[1]), optional(arguments[2]),
-                            optional(arguments[3]), optional(arguments[4]), arguments[5].toBool(),
-                            arguments[6].toDouble(), arguments[7].toDouble());
-  return {output, mean, deviation, {}};
-}
-
-Values batch_norm_backward(const Values& arguments) {
-  const auto [input, weight, bias] = at::native_batch_norm_backward(
-      arguments[1].toTensor(), arguments[0].toTensor(), optional(arguments[2]),
-      optional(arguments[3]), optional(arguments[4]), optional(arguments[5]),
-      optional(arguments[6]), true, arguments[7].toDouble(), {true, true, true});
-  return {input, weight, bias};
-}
-
-Values rms_norm_backward(const Values& arguments) {
-  const at::Tensor gradient = arguments[0].toTensor().to(at::kFloat);
-  const at::Tensor& input = arguments[1].toTensor();
-  const auto axes = static_cast<std::int64_t>(arguments[2].toIntVector().size());
-  const auto weight = optional(arguments[4]);
-  const at::Tensor deviation = arguments[3].toTensor().to(at::kFloat);
-  const at::Tensor normalized = input.to(at::kFloat) * deviation;
-  const at::Tensor weighted = weight ? gradient * *weight : gradient;
-  std::vector<std::int64_t> inner, outer;
-  for (std::int64_t axis = 0; axis < input.dim(); ++axis) {
-    (axis < input.dim() - axes ? outer : inner).push_back(axis);
-  }
-  const at::Tensor of_input =
-      deviation * (weighted - normalized * (weighted * normalized).mean(inner, true));
-  Values values{of_input.to(input.scalar_type()), {}};
-  if (weight) {
-    const at::Tensor products = gradient * normalized;
-    values[1] = (outer.empty() ? products : products.sum(outer)).to(weight->scalar_type());
-  }
-  return values;
-}
-
 Values histogram(const Values& arguments) {
   const at::Tensor& input = arguments[0].toTensor();
   const at::Tensor counted =
@@ -323,6 +227,57 @@ Values log_sigmoid_backward(const Values& arguments) {
   return {arguments[0].toTensor() * at::sigmoid(-arguments[1].toTensor())};
 }
 
+// A product of matrices of one type that is summed up and given in another.
+template <at::Tensor (*product)(const at::Tensor&, const at::Tensor&)>
+Values product_as(const Values& arguments) {
+  const auto type = arguments[2].toScalarType();
+  return {product(arguments[0].toTensor().to(type), arguments[1].toTensor().to(type))};
+}
+
+template <at::Tensor (*product)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                const at::Scalar&, const at::Scalar&)>
+Values sum_with_product_as(const Values& arguments) {
+  const auto type = arguments[3].toScalarType();
+  return {product(arguments[0].toTensor().to(type), arguments[1].toTensor().to(type),
+                  arguments[2].toTensor().to(type), arguments[4].toScalar(),
+                  arguments[5].toScalar())};
+}
+
+// cuDNN's are bilinear, with zeros outside, and have the corners' centers at -1 and 1.
+Values grid_sampler(const Values& arguments) {
+  return {at::grid_sampler_2d(arguments[0].toTensor(), arguments[1].toTensor(), 0, 0, true)};
+}
+
+Values grid_sampler_backward(const Values& arguments) {
+  const auto [input, grid] =
+      at::grid_sampler_2d_backward(arguments[2].toTensor(), arguments[0].toTensor(),
+                                   arguments[1].toTensor(), 0, 0, true, {true, true});
+  return {input, grid};
+}
+
+// cuDNN's gives the gradient with the loss.
+template <typename Lengths>
+Values ctc_loss(const at::Tensor& scores, const at::Tensor& targets, const Lengths& input_lengths,
+                const Lengths& target_lengths, std::int64_t blank, bool zero_infinity) {
+  const auto [loss, alpha] =
+      at::_ctc_loss(scores, targets, input_lengths, target_lengths, blank, zero_infinity);
+  return {loss, at::_ctc_loss_backward(at::ones_like(loss), scores, targets, input_lengths,
+                                       target_lengths, loss, alpha, blank, zero_infinity)};
+}
+
+Values ctc_loss_of_lists(const Values& arguments) {
+  const auto input_lengths = arguments[2].toIntVector();
+  const auto target_lengths = arguments[3].toIntVector();
+  return ctc_loss<at::IntArrayRef>(arguments[0].toTensor(), arguments[1].toTensor(), input_lengths,
+                                   target_lengths, arguments[4].toInt(), arguments[6].toBool());
+}
+
+Values ctc_loss_of_tensors(const Values& arguments) {
+  return ctc_loss<at::Tensor>(arguments[0].toTensor(), arguments[1].toTensor(),
+                              arguments[2].toTensor(), arguments[3].toTensor(),
+                              arguments[4].toInt(), arguments[6].toBool());
+}
+
 }  // namespace
 
 Counterpart counterpart_of(const std::string& operation) {
@@ -333,21 +288,23 @@ Counterpart counterpart_of(const std::string& operation) {
       {"aten::_scaled_dot_product_efficient_attention_backward", &efficient_backward},
       {"aten::_scaled_dot_product_cudnn_attention", &cudnn},
       {"aten::_scaled_dot_product_cudnn_attention_backward", &cudnn_backward},
-      {"aten::native_batch_norm", &native_batch_norm},
-      {"aten::_native_batch_norm_legit", &native_batch_norm},
-      {"aten::_native_batch_norm_legit.no_stats", &batch_norm_without_averages},
-      {"aten::_batch_norm_with_update", &batch_norm_with_update},
-      {"aten::native_layer_norm", &layer_norm},
-      {"aten::cudnn_batch_norm", &batch_norm},
-      {"aten::cudnn_batch_norm_backward", &batch_norm_backward},
-      {"aten::_fused_rms_norm_backward", &rms_norm_backward},
       {"aten::histc", &histogram},
       {"aten::log_sigmoid_backward", &log_sigmoid_backward},
+      {"aten::mm.dtype", &product_as<at::mm>},
+      {"aten::bmm.dtype", &product_as<at::bmm>},
+      {"aten::addmm.dtype", &sum_with_product_as<at::addmm>},
+      {"aten::baddbmm.dtype", &sum_with_product_as<at::baddbmm>},
+      {"aten::cudnn_grid_sampler", &grid_sampler},
+      {"aten::cudnn_grid_sampler_backward", &grid_sampler_backward},
+      {"aten::_cudnn_ctc_loss", &ctc_loss_of_lists},
+      {"aten::_cudnn_ctc_loss.Tensor", &ctc_loss_of_tensors},
       {"aten::_embedding_bag", &embedding_bag},
       {"aten::_embedding_bag_forward_only", &embedding_bag},
   };
   const auto found = all.find(operation);
-  return found == all.end() ? recurrent_counterpart_of(operation) : found->second;
+  if (found != all.end()) return found->second;
+  const Counterpart normalization = normalization_counterpart_of(operation);
+  return normalization != nullptr ? normalization : recurrent_counterpart_of(operation);
 }
 
 }  // namespace opacus_memprof::virtual_values

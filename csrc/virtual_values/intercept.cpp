@@ -214,6 +214,21 @@ void pass_collective(const c10::OperatorHandle& handle, const Operation& operati
   });
 }
 
+// torch's own words for a state of its that cannot be.
+constexpr std::string_view kCannotBe = "INTERNAL ASSERT FAILED";
+
+void call_kernel(const c10::OperatorHandle& handle, const Call& call, c10::DispatchKeySet below,
+                 torch::jit::Stack* stack) {
+  try {
+    handle.redispatchBoxed(below, stack);
+  } catch (const c10::Error& error) {
+    if (error.msg().find(kCannotBe) == std::string::npos || !call.can_do_without_kernel()) throw;
+    std::vector<c10::IValue> results = call.results_of_cpu();
+    torch::jit::drop(*stack, handle.schema().arguments().size());
+    for (c10::IValue& result : results) stack->push_back(std::move(result));
+  }
+}
+
 void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::DispatchKeySet below,
           torch::jit::Stack* stack) {
   std::optional<Call> call;
@@ -258,7 +273,7 @@ void pass(const c10::OperatorHandle& handle, const Operation& operation, c10::Di
   if (!call->concerns_us()) return handle.redispatchBoxed(below, stack);
   call->prepare();
   if (operation.kind == Kind::item) call->read_inputs();  // the CUDA kernel copies it to the host
-  handle.redispatchBoxed(below, stack);
+  call_kernel(handle, *call, below, stack);
   follow_allocator();
   const State state = operation.kind == Kind::item ? call->state() : call->finish(*stack);
   if (within.first() && call->error() != nullptr) std::rethrow_exception(call->error());

@@ -70,6 +70,13 @@ constexpr std::array<std::string_view, 8> kWriteInPart{
     "aten::index_put_",  "aten::_index_put_impl_", "aten::scatter_",        "aten::index_copy_",
     "aten::index_fill_", "aten::masked_fill_",     "aten::masked_scatter_", "aten::put_"};
 
+// They write their averages, which the schemas of most of them do not say.
+constexpr std::array<std::string_view, 6> kUpdatesAverages{
+    "aten::native_batch_norm",       "aten::_native_batch_norm_legit",
+    "aten::cudnn_batch_norm",        "aten::batch_norm_gather_stats",
+    "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats_with_counts"};
+constexpr std::array<std::string_view, 2> kAverages{"running_mean", "running_var"};
+
 // What cuDNN's recurrent layers hold for themselves, beside the weights.
 constexpr std::array<std::string_view, 3> kOfRecurrent{"weight_buf", "dropout_state", "reserve"};
 
@@ -137,7 +144,10 @@ Operation describe(const c10::OperatorHandle& handle) {
   const bool recurrent = operation.name.starts_with("aten::_cudnn_rnn");
   if (operation.name == "aten::_cudnn_rnn") operation.kept = 3;
   for (const auto& argument : schema.arguments()) {
-    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    const bool average =
+        contains(kAverages, argument.name()) && contains(kUpdatesAverages, operation.name);
+    const bool written =
+        average || (argument.alias_info() != nullptr && argument.alias_info()->isWrite());
     const bool first = written && operation.parameters.empty();
     operation.parameters.push_back(
         {.written = written,
@@ -145,12 +155,16 @@ Operation describe(const c10::OperatorHandle& handle) {
                  !(written && contains(kFillsArguments, operation.name)) &&
                  !(written && argument.name() == kDrawn),
          .written_in_part = first && contains(kWriteInPart, operation.name),
-         .passed_over = recurrent && contains(kOfRecurrent, argument.name())});
+         .passed_over = recurrent && contains(kOfRecurrent, argument.name()),
+         .average = average});
     if (argument.name() == "beta" && contains(kScalesFirst, without_underscore(operation.name))) {
       operation.beta = static_cast<int>(operation.parameters.size()) - 1;
     }
     if (argument.name() == "momentum_buffer_list") {
       operation.momenta = static_cast<int>(operation.parameters.size()) - 1;
+    }
+    if (argument.name() == "training") {
+      operation.training = static_cast<int>(operation.parameters.size()) - 1;
     }
     if (argument.name() == "is_first_step") {
       operation.first_step = static_cast<int>(operation.parameters.size()) - 1;

@@ -28,6 +28,7 @@ struct Parameter {
   bool read = true;  // false for `out`, and for arguments that are overwritten completely
   bool written_in_part = false;  // by indices or a mask; other elements keep their values
   bool passed_over = false;      // the CPU does not need its values, so its size does not matter
+  bool average = false;          // of a normalization, which writes it only in training
 };
 
 struct Operation {
@@ -38,7 +39,8 @@ struct Operation {
   int beta = -1;       // of the factor of the first argument, which is not read if it is 0
   int momenta = -1;    // of an optimizer's buffers, which its first step does not read
   int first_step = -1;
-  int kept = -1;  // of a result that only its own backward reads; those after it are arguments
+  int training = -1;  // of a normalization that has averages
+  int kept = -1;      // of a result that only its own backward reads; those after it are arguments
   bool random = false;    // draws from a generator, which may be the default one
   bool on_cpu = false;    // there is a kernel for the CPU, or a counterpart
   bool compound = false;  // has a kernel for sparse, nested or quantized tensors alone

@@ -297,6 +297,14 @@ def test_errors_are_named_as_the_real_runtime_names_them() -> None:
     assert "links CUDA's runtime statically" in done.stderr
 
 
+def test_compiling_with_nvrtc_says_nothing(tmp_path: Path) -> None:
+    """NVRTC asks for what the runtime's copies ask for, and does without."""
+    code = "assert torch.special.bessel_j0(torch.zeros(3, device='cuda')).tolist() == [1.0, 1.0, 1.0]"
+    done = run(code, PYTORCH_KERNEL_CACHE_PATH=str(tmp_path))
+    assert list(tmp_path.iterdir())
+    assert "opacus-memprof" not in done.stderr
+
+
 def test_queries_that_libraries_make_are_answered() -> None:
     """Of NVML, as pynvml and nvitop ask it, and of the driver, as cuda-bindings does when it is imported."""
     done = run("""

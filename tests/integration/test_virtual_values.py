@@ -145,8 +145,8 @@ def test_what_triton_kernels_write_is_unknown() -> None:
     [
         # What the compilers of torch.jit launch past the dispatcher is not computed.
         ("virtual_programs.py", {"scripted"}),
-        # cuSPARSELt's product has no kernel for the CPU, and one tensor is large.
-        ("virtual_more_programs.py", {"semi_structured", "large_index"}),
+        # cuSPARSELt's product has no kernel for the CPU, and two tensors are large.
+        ("virtual_more_programs.py", {"semi_structured", "large_index", "averages_of_large_batches"}),
         # What kernels of the program's own write, and copies of what is unknown.
         (
             "virtual_past_operators.py",

@@ -277,9 +277,14 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int versi
 }
 
 // Asked for by copies of the CUDA runtime that a library links statically, which want tables of
-// private functions.
+// private functions. NVRTC asks as well, and compiles without them.
 CUresult CUDAAPI cuGetExportTable(const void** table, const CUuuid* /*id*/) {
   *table = nullptr;
+  Dl_info asking;
+  if (dladdr(__builtin_return_address(0), &asking) != 0 &&
+      std::strstr(asking.dli_fname, "libnvrtc") != nullptr) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+  }
   virtual_gpu::unknown_symbol(
       "cuGetExportTable (a library that links CUDA's runtime statically cannot use the virtual "
       "GPU)");

@@ -450,5 +450,83 @@ def deterministic(d: str) -> Any:
     return found
 
 
+@program
+def averages_of_large_batches(d: str) -> Any:
+    """Running averages are small, and what they are computed from is not."""
+    layer = nn.BatchNorm2d(3).to(d)
+    layer(torch.ones(2, 3, 400, 400, device=d) * torch.arange(3, device=d).view(3, 1, 1))
+    return layer.running_mean
+
+
+@program
+def averages_in_evaluation(d: str) -> Any:
+    layer = nn.BatchNorm2d(3).to(d).eval()
+    layer(torch.ones(2, 3, 400, 400, device=d) * torch.arange(3, device=d).view(3, 1, 1))
+    return [layer.running_mean, layer.running_var]
+
+
+@program
+def averages_in_a_graph(d: str) -> Any:
+    layer, value = nn.BatchNorm1d(3).to(d), numbers(d, 6, 3)
+    if d == "cpu":
+        return [[layer(value) for _ in range(3)][-1], layer.running_mean, layer.running_var]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = layer(value)
+    for _ in range(3):
+        graph.replay()
+    return [result, layer.running_mean, layer.running_var]
+
+
+@program
+def parts_of_a_batch_norm_over_ranks(d: str) -> Any:
+    """What nn.SyncBatchNorm calls where two ranks have two and three of five samples."""
+    x, of_result = numbers(d, 5, 3, 4).mul(7).sin(), numbers(d, 5, 3, 4).mul(5).cos()
+    weight, bias = numbers(d, 3) + 3, numbers(d, 3)
+    averages = torch.zeros(3, device=d), torch.ones(3, device=d)
+    if d == "cpu":
+        leaves = [each.requires_grad_() for each in (x, weight, bias)]
+        result = functional.batch_norm(x, *averages, weight, bias, True, 0.1)
+        return [result, *torch.autograd.grad(result, leaves, of_result), *averages]
+    means, deviations = zip(*(torch.batch_norm_stats(part, 1e-5) for part in (x[:2], x[2:])), strict=True)
+    shared = torch.stack(means), torch.stack(deviations)
+    counts = torch.tensor([8, 12], dtype=torch.int32, device=d)
+    found = torch.batch_norm_gather_stats_with_counts(x, *shared, *averages, 0.1, 1e-5, counts.float())
+    result = torch.batch_norm_elemt(x, weight, bias, *found, 1e-5)
+    sums = torch.batch_norm_backward_reduce(of_result, x, *found, weight, True, True, True)
+    of_input = torch.batch_norm_backward_elemt(of_result, x, *found, weight, *sums[:2], counts)
+    return [result, of_input, *sums[2:], *averages]
+
+
+@program
+def kernels_of_cudnn(d: str) -> Any:
+    image, grid = numbers(d, 2, 3, 5, 5).requires_grad_(), (numbers(d, 2, 4, 4, 2) / 2).requires_grad_()
+    sampled = functional.grid_sample(image, grid, align_corners=True)
+    found = [sampled, *torch.autograd.grad(sampled.pow(2).sum(), [image, grid])]
+    scores = numbers(d, 20, 3, 6).mul(9).sin().requires_grad_()
+    targets = torch.tensor([1, 2, 3, 4, 1, 1, 2, 5, 5, 4], dtype=torch.int32)  # on the CPU, as cuDNN wants them
+    loss = functional.ctc_loss(scores.log_softmax(-1), targets, (20, 20, 20), (4, 4, 2), reduction="none")
+    return [*found, loss, *torch.autograd.grad(loss.sum(), scores)]
+
+
+@program
+def products_in_another_type(d: str) -> Any:
+    a, b = (numbers(d, 8, 8) * 4).round().bfloat16(), (numbers(d, 2, 4, 4) * 4).round().half()
+    if d == "cpu":
+        a, b = a.float(), b.float()
+        return [a @ a, b @ b, 2 * a + a @ a / 2, b + 3 * (b @ b)]
+    found = [torch.mm(a, a, out_dtype=torch.float), torch.bmm(b, b, out_dtype=torch.float)]
+    found += [torch.addmm(a.float(), a, a, out_dtype=torch.float, beta=2, alpha=0.5)]
+    return [*found, torch.baddbmm(b.float(), b, b, out_dtype=torch.float, alpha=3)]
+
+
+@program
+def kernels_that_stop_at_what_they_find(d: str) -> Any:
+    rows = torch.arange(6000, device=d).view(2, 3000) % 7  # too long for one block: counted from the host
+    square = numbers(d, 3, 6, 6).mul(9).sin()
+    square = square @ square.mT + torch.eye(6, device=d)
+    return [rows.mode(1, keepdim=True).values, torch.linalg.lstsq(square, square).solution]
+
+
 if __name__ == "__main__":
     report(PROGRAMS)
