@@ -29,10 +29,9 @@ from tests.integration.flash_clip_models import (
 )
 
 
-@pytest.mark.parametrize("passes", [1, 2, "auto"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("passes", "reduction"), [(1, "mean"), (2, "sum"), ("auto", "mean")])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_hooks(name: str, reduction: str, passes: Any) -> None:
+def test_training_equals_hooks(name: str, passes: Any, reduction: str) -> None:
     run = partial(train, reduction=reduction)
     assert_same(*train_both(name, run, loss_reduction=reduction, flash_clip_passes=passes))
 
