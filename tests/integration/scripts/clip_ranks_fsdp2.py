@@ -125,14 +125,14 @@ def checkpoint(case: str) -> None:
 
     hand = ByHand("transformer", 0.0, EXPECTED)
     wrapped = by_block(build("transformer"))
-    model, optimizer, _ = private(wrapped, "transformer")
+    model, optimizer, _ = private(wrapped, "transformer", check="off")
     for number in (0, 1):
         step(model, optimizer, number)
     torch.distributed.checkpoint.save(state(wrapped, optimizer), checkpoint_id=directory[0])
     again = build("transformer")
     nn.init.zeros_(again.head.weight)
     again = by_layer(again)  # sharded in another way
-    other, resumed, _ = private(again, "transformer")
+    other, resumed, _ = private(again, "transformer", check="off")
     loaded = state(again, resumed)
     torch.distributed.checkpoint.load(loaded, checkpoint_id=directory[0])
     set_state_dict(
