@@ -26,6 +26,8 @@ WITHOUT_LORA = {
     "mamba": "its mixer uses a linear layer's weight, and not the layer",
     "torchvision_swin": "its attention uses linear layers' weights, and not the layers",
 }
+PROVED = {"gpt2", "llama", "dinov2"}
+"""With adapters, which are the same layers in every model: elsewhere only full training proves the model's own."""
 LORA = [name for name in [*LANGUAGE, *IMAGE] if name not in WITHOUT_LORA]
 
 
@@ -74,7 +76,8 @@ def test_lora_adapters(name: str) -> None:
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:  # zero at first, which would leave lora_A without gradients
             nn.init.normal_(parameter, std=0.1)
-    assert difference(model.base_model.model, batch_for(name), losses, passes=1) < 1e-8
+    check = "first" if name in PROVED else "off"
+    assert difference(model.base_model.model, batch_for(name), losses, passes=1, check=check) < 1e-8
 
 
 def _can_be_adapted(name: str, module: nn.Module) -> bool:
