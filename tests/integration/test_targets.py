@@ -66,6 +66,7 @@ LOSSES: dict[str, tuple[Loss, Callable[[], Tensor]]] = {
     "BCELoss": (lambda logits, y: nn.BCELoss()(logits.sigmoid(), y), numbers),
     "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), numbers),
     "KLDivLoss": (lambda logits, y: nn.KLDivLoss()(logits.log_softmax(-1), y), numbers),
+    "torch.kl_div": (lambda logits, y: torch.kl_div(logits.log_softmax(-1), y).mean(), numbers),  # two arguments alone
     "torch.kl_div, by keyword": (lambda logits, y: torch.kl_div(logits.log_softmax(-1), target=y).mean(), numbers),
     "PoissonNLLLoss": (nn.PoissonNLLLoss(), numbers),
     "SoftMarginLoss": (nn.SoftMarginLoss(), signs),
