@@ -42,8 +42,8 @@ profile: $(VENV)/.opacus-memprof-built
 
 # The core is compiled while torch is installed. pytest comes last: its summary closes the output.
 test:
-	$(MAKE) -j2 --output-sync=line lint docs cpp-test
-	$(MAKE) python-test
+	@begun=$$(date +%s) && $(MAKE) -j2 --output-sync=line lint docs cpp-test && \
+	    echo "installed, compiled and checked in $$(($$(date +%s) - begun)) s" && $(MAKE) python-test
 
 lint: $(VENV)/.opacus-memprof-tests
 	$(BIN)/python tests/rooms.py
@@ -71,7 +71,7 @@ VIRTUAL_GPU := h200
 CUDA_TESTS = tests/gpu $(shell grep -l 'mark.cuda' tests/integration/test_*.py)
 python-test: $(VENV)/.opacus-memprof-tests
 	done=; if $(BIN)/python -c 'import torch; exit(torch.version.cuda is None or torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -n auto -m 'cuda and not nightly' --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS) || exit; \
+	    $(BIN)/python -m pytest -n auto --durations 10 -m 'cuda and not nightly' --memprof-virtual-gpu $(VIRTUAL_GPU) $(CUDA_TESTS) || exit; \
 	    done='--ignore tests/gpu'; fi; \
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations 25 -m 'not nightly' $$done
 

@@ -145,7 +145,7 @@ def _chosen(m: Any, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 HARD: dict[str, Piece] = {
     "on_rows": _of(_on_rows, lin=_linear),
-    "sorted": _of(_sorted, lin=_linear),
+    "sorted_by_length": _of(_sorted, lin=_linear),
     "packed": _of(_packed, gru=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
     "unpadded": _of(_unpadded, lin=_linear, norm=lambda: nn.LayerNorm(WIDTH)),
     "gated_norm": _of(lambda m, h, mask: m.norm(h, m.gate(h)), norm=GatedRMSNorm, gate=_linear),
@@ -172,6 +172,7 @@ MIXING: dict[str, Piece] = {
     for name, mix in MIXES.items()
     if name not in (*_HIDDEN, "attention", "neighbour_4")
 }
+assert not MIXING.keys() & HARD.keys()  # a program names its pieces
 
 
 class Drawn(nn.Module):
