@@ -416,7 +416,7 @@ def test_an_output_after_the_last_layer_lives_through_the_step(tmp_path: Path) -
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)
 
 
-def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, dict[str, Any] | None]:
+def peak_of_two_models(directory: Path, *, keeps: bool, limit: int | None = None) -> tuple[int, dict[str, Any] | None]:
     """The peak of a private model's training in front of another one's, and the report if memory runs out."""
     empty_caches()
     gc.collect()
@@ -424,7 +424,7 @@ def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, 
     batches = list(torch.randint(10, (3, 8, 64)))
     with opacus_memprof.profile(directory, device="cpu") as session, contextlib.suppress(torch.OutOfMemoryError):
         before = native.cpu_reported_bytes()
-        other = nn.Linear(500, 300)
+        other = nn.Sequential(nn.Linear(500, 300))
         its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
         session.attach(other)
         session.attach(its_optimizer)
@@ -435,18 +435,19 @@ def peak_of_two_models(directory: Path, limit: int | None = None) -> tuple[int, 
             clears_after_step(model, optimizer, [ids])
             other(torch.randn(4, 500)).sum().backward()
             its_optimizer.step()
-            its_optimizer.zero_grad()
+            its_optimizer.zero_grad(set_to_none=not keeps)
     native.cpu_limit(0)
     ended = json.loads((directory / "profile.json").read_text())["devices"]["cpu"]
     report = directory / "oom_report.json"
     return ended["peak"]["requested_bytes"], json.loads(report.read_text()) if report.exists() else None
 
 
-def test_states_of_another_model_are_live_from_its_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["states", "states and gradients"])
+def test_what_another_model_keeps_is_live_from_its_first_step(keeps: bool, tmp_path: Path) -> None:
     """The first step had its peak without them; the second one fails before its own."""
-    peak, _ = peak_of_two_models(tmp_path / "needs")
-    states = 4 * (500 + 1) * 300
-    _, report = peak_of_two_models(tmp_path / "lacks", int(peak - 0.6 * states))
+    peak, _ = peak_of_two_models(tmp_path / "needs", keeps=keeps)
+    kept = (1 + keeps) * 4 * (500 + 1) * 300
+    _, report = peak_of_two_models(tmp_path / "lacks", keeps=keeps, limit=int(peak - 0.6 * kept))
     assert report is not None
     assert report["request"]["step"] == 2  # both optimizers' steps count
     assert report["needed"]["bytes"] == pytest.approx(peak, rel=0.03)

@@ -199,6 +199,11 @@ class Case:
         else:  # states can have been made after the instant, as a generator's after the discriminator's first step
             groups = [group for group in self.failure.block_groups if group.category == "optimizer_states"]
             sizes = _with_states(sizes, sum(group.bytes for group in groups))
+            failed = self.failure.phase
+            is_after = failed in _PHASE_ORDER and _PHASE_ORDER.index(phase) >= _PHASE_ORDER.index(failed)
+            if self.step is not None and is_after:  # those of its gradients that are live at the failure stay
+                own = min(sizes.get("gradients", 0), self.step.trained)
+                sizes["gradients"] = max(sizes.get("gradients", 0), own + self.step.others.get("gradients", 0))
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
         if late is not None:
