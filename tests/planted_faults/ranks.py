@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "shards_freeze_alone",
-        "proof/joint_proofs.py",
+        "agreement.py",
         "if names[0] != names[1]:",
         "if False:",
         "Ranks that shard different trained parameters wait for one another.",

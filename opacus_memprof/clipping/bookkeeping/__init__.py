@@ -370,7 +370,9 @@ class Bookkeeping:
                 "the loss of the model's outputs is not a sum, or a mean, of terms of one sample each: what it makes "
                 "of one half of the batch depends on the other half, as for losses over pairs of samples, statistics "
                 "of the batch, the root of a mean, and means over all valid or weighted labels. Compute one loss for "
-                "each sample from its own outputs, divided by its own number of labels, and sum or average these."
+                "each sample from its own outputs, divided by its own number of labels, and sum or average these. "
+                "Numbers and arrays that are new after the program has read numbers of the batch (item(), tolist(), "
+                "numpy()) count as made of them: make schedules before the call, and what is of one sample by torch."
             )
         if self.loss_carries:
             raise MemprofError(

@@ -16,10 +16,12 @@ from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs
-from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples, has_rows, has_storage
+from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples
 from opacus_memprof.clipping.proof.batches import (
     cotangents,
+    has_rows,
     has_samples,
+    has_storage,
     leaves_of_call,
 )
 from opacus_memprof.clipping.proof.explanation import roots_of_backward

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.agreement import JointProofs
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
@@ -19,7 +20,6 @@ from opacus_memprof.clipping.module.calls import Call, batch_size
 from opacus_memprof.clipping.proof.batches import is_compiled, leaves_of_call, tensors_in, tensors_of_call
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
-from opacus_memprof.clipping.proof.joint_proofs import JointProofs
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.situations import Order, Situation, Situations, order_of

@@ -2,12 +2,10 @@
 """A program's call of the model, the data that its backward needs, and the check of steps against outputs."""
 
 import functools
-import math
-import sys
 import threading
 import warnings
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -25,16 +23,6 @@ from opacus_memprof.clipping.proof.explanation import RecordedForward, check_exp
 from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
 from opacus_memprof.clipping.proof.situations import Situation
 from opacus_memprof.errors import MemprofError
-
-_MOST_NUMBERS = 64
-_SMALL = [10.0**-i for i in range(3, 13)]
-"""What programs add before they divide."""
-_SHARES = [each for i in range(1, 5) for n in (1, 2, 5) for each in (n * 10.0**-i, 1 - n * 10.0**-i)]
-"""The weights that moving averages give a new number."""
-_LATEST = 16
-"""The numbers that are looked for in moving averages."""
-ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
-"""Operations whose arguments are numbers that a program may have read."""
 
 Outputs = list[tuple[torch.Tensor, "Arrangement | None"]]
 """Tensors of the model's output, each with the position of its samples; None for tensors that all samples share."""
@@ -330,93 +318,3 @@ def gradient_of_cache(repeated: str) -> MemprofError:
 def arrangements_by_shape(tensors: list[torch.Tensor], batch: int) -> list[Arrangement | None]:
     """Returns the position of samples in the outputs of an empty batch, before any other batch has shown it."""
     return [PLAIN if x.dim() and len(x) == batch else None for x in tensors]
-
-
-class ReadNumbers:
-    """The numbers that a program has read of the samples of a call (`item()`), and what it may compute from them.
-
-    Args:
-        batch: the number of samples.
-
-    Attributes:
-        read: the numbers, the last ones last.
-        used: numbers that the loss was computed with.
-    """
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self.read: list[float] = []
-        self.used: list[float] = [0.0, 1.0]
-
-    def add(self, number: float) -> None:
-        """Adds a number that was read."""
-        self.read = [*self.read[1 - _MOST_NUMBERS :], number]
-
-    def note_use(self, x: Any) -> None:
-        """Notes an argument of an operation of the loss, which may be a moving average."""
-        if _is_long(x):
-            self.used = [*self.used[1 - _LATEST :], x]
-
-    def has(self, name: str, x: Any) -> bool:
-        """Returns whether an operation's argument is a number that was read, or a simple function of one.
-
-        Other numbers that a program computes from it look like numbers of the program's text.
-        """
-        if not self.read:
-            return False
-        if name == "lift_fresh" and is_of_few(x):
-            return any(self.has("full", each) for each in x.flatten().tolist())
-        if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in ARITHMETIC:
-            return False
-        if isinstance(x, float) and _is_long(x):
-            return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
-        return abs(x) > 1 and x in self.read and not _is_in_text(x)
-
-    def repeats(self, x: Any, earlier: "ReadNumbers") -> bool:
-        """Returns whether a number, or one of a few in a tensor, repeats these or is a moving average of them.
-
-        Args:
-            x: the argument of an operation.
-            earlier: the numbers of the step before. What its loss was computed with is a constant, or an average then.
-        """
-        if is_of_few(x):
-            return any(self.repeats(each, earlier) for each in x.flatten().tolist())
-        if not self.read or not _is_long(x) or x in earlier.used:
-            return False
-        latest = [float(each) for each in self.read[-_LATEST:] if math.isfinite(each)]
-        latest += [sum(latest), sum(latest) / max(1, len(latest))]
-        averages = [c + share * (each - c) for each in latest for c in earlier.used for share in _SHARES]
-        for each in (*latest, *averages):
-            for shifted in (each, each + 1e-8, each + 1e-6, each + 1e-5):
-                if abs(x - shifted) <= 2e-7 * abs(x) or (shifted and abs(x - 1 / shifted) <= 2e-7 * abs(x)):
-                    return True
-        return False
-
-    def _derived(self) -> Iterator[float]:
-        """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
-        read = [float(each) for each in self.read if math.isfinite(each)]
-        for each in (*read, sum(read), sum(read) / max(1, len(read))):
-            for shifted in (each, *(each + small for small in _SMALL)):
-                if shifted:
-                    yield from (shifted, 1 / shifted)
-            yield from (each * each, math.sqrt(abs(each)), each * self._batch, each / self._batch)
-
-
-def is_of_few(x: Any) -> bool:
-    """Returns whether something is a tensor of few numbers."""
-    return isinstance(x, torch.Tensor) and 0 < x.numel() <= _MOST_NUMBERS
-
-
-def _is_long(x: Any) -> bool:
-    """Returns whether a number has too many digits to be there by chance."""
-    return isinstance(x, float) and math.isfinite(x) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x)
-
-
-def _is_in_text(x: float) -> bool:
-    """Returns whether a function that is running has this constant."""
-    frame = sys._getframe()
-    while frame is not None:
-        if any(type(each) is type(x) and each == x for each in frame.f_code.co_consts):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -471,7 +471,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         record = call.record if outputs else None
         if record is not None:
             output, outputs = self._explained.add(call, output, outputs)
-        elif len(outputs) > 1 and self._parts.is_due():  # with aliases, gradients are those of the loss alone
+        elif outputs and self._parts.is_due():  # with aliases, gradients are those of the loss alone
             output, aliases = alias_leaves(output, [x for x, _ in outputs])
             outputs = [(x, where) for x, (_, where) in zip(aliases, outputs, strict=True)]
         for place, (x, _) in enumerate(outputs):

@@ -10,16 +10,25 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
-from opacus_memprof.clipping.module.calls import ARITHMETIC, ReadNumbers, device_of, is_of_few
-from opacus_memprof.clipping.proof.batches import Perturbed, leaves_of
+from opacus_memprof.clipping.module.calls import device_of
+from opacus_memprof.clipping.module.read_numbers import ARITHMETIC, ReadNumbers, follow_reads, is_of_few, unfollow_reads
+from opacus_memprof.clipping.proof.batches import Perturbed, has_rows, has_storage, leaves_of
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
-from opacus_memprof.clipping.proof.summary import Rows, Tensors, halves, release
+from opacus_memprof.clipping.proof.summary import (
+    Rows,
+    Tensors,
+    halves,
+    has_unequal_weights,
+    is_regular,
+    may_be_table,
+    release,
+    sample_hashes,
+)
 
 OTHER_BYTES = 64 << 20
 """Limit on the copies of a call's tensors, for other samples."""
@@ -116,7 +125,7 @@ class OtherSamples(TorchDispatchMode):
 
     def add_inputs(self, given: Sequence[torch.Tensor]) -> None:
         """Notes which samples a call has, by its inputs, so that a later step knows them again."""
-        self._inputs.append(_hashes(given, self.batch))
+        self._inputs.append(sample_hashes(given, self.batch))
 
     def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
         """Returns what the tensor is for other samples; None if it is not known."""
@@ -155,13 +164,17 @@ class OtherSamples(TorchDispatchMode):
             if self._known and self.depends(x) and x.untyped_storage()._cdata in self._known:
                 self._known.discard(x.untyped_storage()._cdata)  # as it is, it is the program's data again
                 del self._others[x.untyped_storage()._cdata]
-            if type(x) is not torch.Tensor or not has_rows(x) or self.depends(x) or x is table:
+            if type(x) is not torch.Tensor or not has_storage(x) or self.depends(x) or self._is_shared(x):
                 continue
-            if self._is_shared(x):
+            if not self.is_over and self._numbers.is_late(x, self.constants):
+                others = {i: self._numbers.other(x, i) for i in range(len(self.kept) + 1)}
+                self._set(x, [others[i].untyped_storage() if i in others else _UNCHANGED for i in range(self._plans)])
+                continue
+            if not has_rows(x) or x is table:
                 continue
             self.found.add(x)
             is_constant = self._is_of_columns(name, args, x, leaves) or (
-                _may_be_table(x) if self.constants is None else self.constants.has(x) or _is_regular(x)
+                may_be_table(x) if self.constants is None else self.constants.has(x) or is_regular(x)
             )
             if is_constant or len(x) != self.batch or not x.is_contiguous():
                 self.share(x)
@@ -179,11 +192,13 @@ class OtherSamples(TorchDispatchMode):
     def enter(self) -> None:
         """Enters the mode."""
         self.is_entered = True
+        follow_reads()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
         self.is_on &= _get_current_dispatch_mode() is self
+        unfollow_reads()
         if _get_current_dispatch_mode() is self:
             self.is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -231,7 +246,7 @@ class OtherSamples(TorchDispatchMode):
 
         A sample that an earlier step had, too, may depend on what it has left there itself.
         """
-        known = [self._seen.get(each) for each in _hashes(given, batch).tolist()]
+        known = [self._seen.get(each) for each in sample_hashes(given, batch).tolist()]
         halves = [[each is None or each[i] for each in known] for i in (0, 1)]
         return [torch.tensor(each) for each in (*halves, [each is None for each in known])]
 
@@ -336,16 +351,6 @@ class OtherSamples(TorchDispatchMode):
     def _in_plan(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
         return self.other(x, plan) if self.depends(x) else x
 
-    def _has_unequal_weights(self, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> bool:
-        """Returns whether samples have different weights in the mean of a cross entropy, which all of them share."""
-        weights = (target != ignored).double()
-        if weight is not None:
-            weights *= weight.double()[target.clamp(0, len(weight) - 1)]
-        if weights.numel() % self.batch:
-            return False
-        sums = weights.reshape(self.batch, -1).sum(1), weights.reshape(-1, self.batch).sum(0)
-        return all(float(each.max() - each.min()) > 1e-9 * float(each.max()) for each in sums)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_on or not isinstance(func, torch._ops.OpOverload):
@@ -373,9 +378,9 @@ class OtherSamples(TorchDispatchMode):
                     self._set(x, [None] * self._plans)
             return output
         if name in _OF_CLASSES and args[3] == 1 and not self.is_over:
-            self.weighs_unequally |= self._has_unequal_weights(args[1], args[2], args[4])
+            self.weighs_unequally |= has_unequal_weights(args[1], args[2], args[4], self.batch)
         plans = range(self._plans)
-        numbers = {i: [place for place, is_now in read.items() if self._changes(i, is_now)] for i in plans}
+        numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
         changed = [i for i in plans if numbers[i] or any(self._is_changed(x, i) for x in leaves)]
         if func._schema.is_mutable:
             for leaf in leaves:
@@ -386,13 +391,13 @@ class OtherSamples(TorchDispatchMode):
         before = RandomState.now(device_of(args, kwargs)) if draws else None
         inputs = {i: [self.other(x, i) if self.depends(x) else x for x in leaves] for i in changed}
         for i in changed if read else ():
-            inputs[i] = [1.25 * leaves[place] if place in numbers[i] else x for place, x in enumerate(inputs[i])]
+            inputs[i] = [numbers[i].get(place, x) for place, x in enumerate(inputs[i])]
         output = func(*args, **kwargs)
         others = {i: None if _misses(a, leaves) else self._run(func, a, structure, before) for i, a in inputs.items()}
         if name == "_local_scalar_dense":
             if any(each is not None and each != output for each in others.values()):
                 self.reads_numbers |= isinstance(output, bool)
-                self._numbers.add(output)
+                self._numbers.add(output, {i: each for i, each in others.items() if each is not None})
             return output
         for place, x in enumerate(leaves_of(output)):
             if isinstance(x, torch.Tensor) and changed and not self.depends(x):
@@ -408,9 +413,21 @@ class OtherSamples(TorchDispatchMode):
         """Returns whether a value is another one in a plan, or not known there."""
         return self.depends(x) and self._storages_of(x)[plan] is not _UNCHANGED
 
-    def _changes(self, plan: int, is_now: bool) -> bool:
-        """Returns whether numbers that were read, in this step or in the one before, are other ones in a plan."""
-        return self.is_over or is_now == (plan <= len(self.kept))
+    def _in_other_plan(self, leaves: Sequence[Any], read: dict[int, bool], plan: int) -> dict[int, Any]:
+        """Returns what numbers that were read, in this step or in the one before, are in a plan, if other ones."""
+        others: dict[int, Any] = {}
+        for place, is_now in read.items():
+            is_other = self.is_over or is_now == (plan <= len(self.kept))
+            by = self._numbers.other if is_now and not self.is_over else _scaled
+            others[place] = by(leaves[place], plan) if is_other else leaves[place]
+        return {i: x for i, x in others.items() if isinstance(x, torch.Tensor) or x != leaves[i]}
+
+    def note_read(self, x: torch.Tensor) -> None:
+        """Notes that the program reads all numbers of a tensor, as a list or an array."""
+        if self.is_on and has_storage(x):
+            with torch.no_grad(), _disable_current_modes():
+                others = {i: self.other(x, i) for i in range(self._plans) if self._is_changed(x, i)}
+                self._numbers.add_array(x.detach().clone(), others)
 
     def _prune(self) -> None:
         """Does without the mode if nothing is left that depends on the samples."""
@@ -431,12 +448,14 @@ class OtherSamples(TorchDispatchMode):
         for place, x in enumerate(leaves):
             if name != "lift_fresh" and is_of_few(x):
                 continue
-            if self._numbers.repeats(x, self._numbers if self.is_over else self._earlier):
+            now, earlier = self._numbers, self._earlier
+            if now.repeats(x, now if self.is_over else earlier) or (not self.is_over and now.gives(x, self.constants)):
                 found[place] = True
-            elif not self.is_over and self._earlier.repeats(x, self._earlier):
+            elif not self.is_over and earlier.repeats(x, earlier):
                 found[place] = False
             if depends and not self.is_over:
                 self._numbers.note_use(x)
+                self.found.numbers.update({abs(x)} if isinstance(x, float) else ())
         return found
 
     def _run(self, func: Any, leaves: list[Any], structure: Any, before: RandomState | None) -> Any:
@@ -470,13 +489,8 @@ class OtherSamples(TorchDispatchMode):
         self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
 
 
-@torch.no_grad()
-def _hashes(given: Sequence[torch.Tensor], batch: int) -> torch.Tensor:
-    """Returns numbers that are the same for samples with the same inputs, [B], on the CPU."""
-    total = torch.zeros(batch, dtype=torch.int64)
-    for x in given:
-        total = total * 1000003 + Rows.of(x.detach()).bits.cpu()
-    return total
+def _scaled(x: Any, plan: int) -> Any:
+    return 1.25 * x
 
 
 def _misses(others: list[Any], leaves: list[Any]) -> bool:
@@ -486,23 +500,3 @@ def _misses(others: list[Any], leaves: list[Any]) -> bool:
 def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
     a, b = ((each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (x, other))
     return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
-
-
-def _may_be_table(x: torch.Tensor) -> bool:
-    """Returns whether a tensor may have rows of its own, instead of those of the samples, as far as one step tells."""
-    return x.is_floating_point() or x.is_complex() or len(torch.unique(x, dim=0)) == len(x)
-
-
-def _is_regular(x: torch.Tensor) -> bool:
-    """Returns whether integers are numbers of the rows, as torch.arange returns them."""
-    is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    return is_integer and 2 < x.numel() == len(x) and not bool(x.flatten().diff(n=2).any())
-
-
-def has_rows(x: Any) -> bool:
-    return has_storage(x) and x.dim() > 0
-
-
-def has_storage(x: Any) -> bool:
-    is_plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -97,13 +97,14 @@ def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[to
         tensors: tensors among its leaves.
 
     Returns:
-        The output with the aliases, and the aliases.
+        The output with the aliases, and a tensor between each of these and the original one. Its hooks run after those
+        that the program registers on the alias, and get what these return.
     """
     leaves, structure = tree_flatten(output)
-    aliases: list[torch.Tensor] = [_Alias.apply(x) for x in tensors]
-    for x, alias in zip(tensors, aliases, strict=True):
-        leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = alias
-    return tree_unflatten(leaves, structure), aliases
+    between: list[torch.Tensor] = [_Alias.apply(x) for x in tensors]
+    for x, alias in zip(tensors, between, strict=True):
+        leaves[next(i for i, leaf in enumerate(leaves) if leaf is x)] = _Alias.apply(alias)
+    return tree_unflatten(leaves, structure), between
 
 
 def alias_cached_tensors(output: Any) -> list[torch.Tensor]:
@@ -464,3 +465,12 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
         yield
     finally:
         setattr(module, name, original)
+
+
+def has_rows(x: Any) -> bool:
+    return has_storage(x) and x.dim() > 0
+
+
+def has_storage(x: Any) -> bool:
+    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)

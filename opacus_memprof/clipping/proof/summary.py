@@ -8,6 +8,7 @@ for whole tensors, by which they are known again in a later step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,9 +238,13 @@ class Tensors:
     """Tensors that a program has from elsewhere, by their values, and by their places in memory while these live.
 
     A tensor whose values change in its place is the program's own, such as an average of weights. A batch is a new one.
+
+    Attributes:
+        numbers: the numbers that it computes with.
     """
 
     def __init__(self) -> None:
+        self.numbers: set[float] = set()
         self._marks: set[Any] = set()
         self._places: dict[Any, StorageWeakRef] = {}
 
@@ -256,6 +261,7 @@ class Tensors:
     def update(self, other: Tensors) -> None:
         """Adds the tensors of another instance."""
         self._marks |= other._marks
+        self.numbers |= other.numbers
         both = {**self._places, **other._places}
         self._places = {place: known for place, known in both.items() if not known.expired()}  # type: ignore[no-untyped-call]
 
@@ -277,3 +283,34 @@ class Tensors:
         numbers = numbers[:: 1 + len(numbers) // _MOST_OF_A_MARK]
         places = torch.arange(1, len(numbers) + 1, device=x.device, dtype=torch.float64)
         return x.shape, x.dtype, float((numbers.double().nan_to_num() * places.sqrt()).sum())
+
+
+@torch.no_grad()
+def sample_hashes(given: Sequence[torch.Tensor], batch: int) -> torch.Tensor:
+    """Returns numbers that are the same for samples with the same inputs, [B], on the CPU."""
+    total = torch.zeros(batch, dtype=torch.int64)
+    for x in given:
+        total = total * 1000003 + Rows.of(x.detach()).bits.cpu()
+    return total
+
+
+def may_be_table(x: torch.Tensor) -> bool:
+    """Returns whether a tensor may have rows of its own, instead of those of the samples, as far as one step tells."""
+    return x.is_floating_point() or x.is_complex() or len(torch.unique(x, dim=0)) == len(x)
+
+
+def is_regular(x: torch.Tensor) -> bool:
+    """Returns whether integers are numbers of the rows, as torch.arange returns them."""
+    is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return is_integer and 2 < x.numel() == len(x) and not bool(x.flatten().diff(n=2).any())
+
+
+def has_unequal_weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, batch: int) -> bool:
+    """Returns whether samples have different weights in the mean of a cross entropy, which all of them share."""
+    weights = (target != ignored).double()
+    if weight is not None:
+        weights *= weight.double()[target.clamp(0, len(weight) - 1)]
+    if weights.numel() % batch:
+        return False
+    sums = weights.reshape(batch, -1).sum(1), weights.reshape(-1, batch).sum(0)
+    return all(float(each.max() - each.min()) > 1e-9 * float(each.max()) for each in sums)

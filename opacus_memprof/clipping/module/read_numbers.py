@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that a program reads of the samples of a call, and what it may compute from them outside of torch."""
+
+import functools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from opacus_memprof.clipping.proof.summary import Tensors
+
+_MOST_NUMBERS = 64
+_SMALL = [10.0**-i for i in range(3, 13)]
+"""What programs add before they divide."""
+_SHARES = [each for i in range(1, 5) for n in (1, 2, 5) for each in (n * 10.0**-i, 1 - n * 10.0**-i)]
+"""The weights that moving averages give a new number."""
+_LATEST = 16
+"""The numbers that are looked for in moving averages."""
+_DEPTH, _MOST_SEEN = 4, 20_000
+"""How far a program's variables are searched for numbers and tensors that it had before."""
+ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
+"""Operations whose arguments are numbers that a program may have read."""
+
+
+class ReadNumbers:
+    """The numbers that a program has read of the samples of a call, and what it may compute from them.
+
+    Read by `item()`, `tolist()` and `numpy()`, and by conditions.
+
+    Args:
+        batch: the number of samples.
+
+    Attributes:
+        read: the numbers, the last ones last.
+        used: numbers that the loss was computed with.
+        before: the numbers and tensors that the program had when it read the first one; None if it has read none.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.read: list[float] = []
+        self.used: list[float] = [0.0, 1.0]
+        self.before: Existing | None = None
+        self._others: dict[float, dict[int, float]] = {}
+        self._own: list[torch.Tensor] = []
+        self._arrays: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
+
+    def add(self, number: float, others: dict[int, float]) -> None:
+        """Adds a number that was read, and what it is in the plans with other samples in which that is known."""
+        self.before = self.before or Existing()
+        self._note(number, others)
+        self.read = [*self.read[1 - _MOST_NUMBERS :], number]
+
+    def _note(self, number: float, others: dict[int, float]) -> None:
+        """Of the same number of several samples, it is not known whose it is: it counts as the program's own."""
+        self._others[number] = others if self._others.get(number, others) == others else {}
+
+    def add_array(self, x: torch.Tensor, others: dict[int, torch.Tensor | None]) -> None:
+        """Adds a tensor whose numbers were read, and what it is in the plans in which it is another one.
+
+        Of one that is the same in all plans, it is known from then on that it is the program's own data.
+        """
+        known = {plan: other.clone() for plan, other in others.items() if other is not None}
+        if all(torch.equal(other, x) for other in known.values()):
+            self._own = [*self._own[1 - _LATEST :], x]
+            return
+        self.before = self.before or Existing()
+        self._arrays = [*self._arrays[1 - _LATEST :], (x, known)]
+        if x.is_complex():
+            return
+        lists = {plan: other.flatten().tolist() for plan, other in known.items()}
+        numbers = x.flatten().tolist()
+        for at, number in enumerate(numbers):
+            self._note(number, {i: each[at] for i, each in lists.items()})
+        self.read = [*self.read, *numbers][-_MOST_NUMBERS:]
+        for function in _OF_LISTS if all(map(math.isfinite, numbers)) else ():
+            if function(numbers) not in numbers:
+                self.add(function(numbers), {i: function(each) for i, each in lists.items()})
+
+    def gives(self, x: Any, earlier: Tensors | None) -> bool:
+        """Returns whether the argument of an operation, or one of a few in a tensor, may come from what was read.
+
+        Args:
+            x: the argument.
+            earlier: what the program has computed with in earlier steps; None in the first step.
+        """
+        if is_of_few(x):
+            return any(self.gives(each, earlier) for each in x.flatten().tolist())
+        if self.before is None or isinstance(x, bool) or not isinstance(x, (int, float)):
+            return False
+        if self._other(x, -1) is None:
+            return self.is_late(x, earlier)
+        if _is_long(x):
+            return True
+        had = self.before.numbers | (set() if earlier is None else earlier.numbers)
+        return not (x in (0, 1) or abs(x) in had or _is_in_text(abs(x)))
+
+    def is_late(self, x: Any, earlier: Tensors | None) -> bool:
+        """Returns whether a number or a tensor is a new one, which the program did not have before it read others.
+
+        In the first step it is not known which ones are the program's own, nor in backward.
+        """
+        if earlier is None or self.before is None or torch._C._current_graph_task_id() != -1:
+            return False
+        if isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point():
+            x = float(x)
+        if isinstance(x, torch.Tensor):
+            own = any(each.shape == x.shape and torch.equal(each.to(x), x) for each in self._own)
+            had = own or x.untyped_storage().data_ptr() in self.before.places
+            return x.numel() > 0 and not had and not earlier.has(x)
+        if not isinstance(x, float) or not math.isfinite(x) or x == 0:
+            return False
+        is_of_lengths = any(abs(each - round(each)) < 1e-9 for each in (x * self._batch, self._batch / x))
+        is_known = abs(x) in earlier.numbers or abs(x) in self.before.numbers
+        return not (is_known or is_of_lengths or _is_in_text(abs(x)))
+
+    def other(self, x: Any, plan: int) -> Any:
+        """Returns what a number or a tensor that may have been computed from numbers that were read is in a plan."""
+        if not isinstance(x, torch.Tensor):
+            other = self._other(x, plan)
+            return 1.25 * x if other is None else other
+        for read, others in self._arrays:
+            if read.shape == x.shape and plan in others and torch.equal(read.to(x), x):
+                return others[plan].to(x)
+        if x.dtype == torch.bool:
+            return ~x
+        if is_of_few(x) and x.is_floating_point():
+            return torch.tensor([self.other(each, plan) for each in x.flatten().tolist()]).to(x).view_as(x)
+        return 1.25 * x if x.is_floating_point() or x.is_complex() else x - x.sign()
+
+    def _other(self, x: float, plan: int) -> float | None:
+        """Returns what a known function of a number that was read is in a plan; None if it is none."""
+        if x in self._others:
+            return self._others[x].get(plan, x)
+        functions = _TO_INTEGERS if isinstance(x, int) else _FUNCTIONS if _is_long(x) else ()
+        for number in reversed(self.read[-_LATEST:]):
+            for function in functions:
+                try:
+                    if abs(function(number) - x) <= 1e-9 * abs(x):
+                        return function(self._others[number].get(plan, number))
+                except (ArithmeticError, ValueError):
+                    continue
+        return None
+
+    def note_use(self, x: Any) -> None:
+        """Notes an argument of an operation of the loss, which may be a moving average."""
+        if _is_long(x):
+            self.used = [*self.used[1 - _LATEST :], x]
+
+    def has(self, name: str, x: Any) -> bool:
+        """Returns whether an operation's argument is a number that was read, or a simple function of one.
+
+        Other numbers that a program computes from it look like numbers of the program's text.
+        """
+        if not self.read:
+            return False
+        if name == "lift_fresh" and is_of_few(x):
+            return any(self.has("full", each) for each in x.flatten().tolist())
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or name not in ARITHMETIC:
+            return False
+        if isinstance(x, float) and _is_long(x):
+            return any(abs(abs(x) - abs(each)) <= 1e-6 * abs(x) for each in self._derived())
+        return abs(x) > 1 and x in self.read and not _is_in_text(x)
+
+    def repeats(self, x: Any, earlier: "ReadNumbers") -> bool:
+        """Returns whether a number, or one of a few in a tensor, repeats these or is a moving average of them.
+
+        Args:
+            x: the argument of an operation.
+            earlier: the numbers of the step before. What its loss was computed with is a constant, or an average then.
+        """
+        if is_of_few(x):
+            return any(self.repeats(each, earlier) for each in x.flatten().tolist())
+        if not self.read or not _is_long(x) or x in earlier.used:
+            return False
+        latest = [float(each) for each in self.read[-_LATEST:] if math.isfinite(each)]
+        latest += [sum(latest), sum(latest) / max(1, len(latest))]
+        averages = [c + share * (each - c) for each in latest for c in earlier.used for share in _SHARES]
+        for each in (*latest, *averages):
+            for shifted in (each, each + 1e-8, each + 1e-6, each + 1e-5):
+                if abs(x - shifted) <= 2e-7 * abs(x) or (shifted and abs(x - 1 / shifted) <= 2e-7 * abs(x)):
+                    return True
+        return False
+
+    def _derived(self) -> Iterator[float]:
+        """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
+        read = [float(each) for each in self.read if math.isfinite(each)]
+        for each in (*read, sum(read), sum(read) / max(1, len(read))):
+            for shifted in (each, *(each + small for small in _SMALL)):
+                if shifted:
+                    yield from (shifted, 1 / shifted)
+            yield from (each * each, math.sqrt(abs(each)), each * self._batch, each / self._batch)
+
+
+def is_of_few(x: Any) -> bool:
+    """Returns whether something is a tensor of few numbers."""
+    return isinstance(x, torch.Tensor) and 0 < x.numel() <= _MOST_NUMBERS
+
+
+def _is_long(x: Any) -> bool:
+    """Returns whether a number has too many digits to be there by chance."""
+    return isinstance(x, float) and math.isfinite(x) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x)
+
+
+def _is_in_text(x: float) -> bool:
+    """Returns whether a function that is running has this constant."""
+    frame = sys._getframe()
+    while frame is not None:
+        if any(type(each) is type(x) and each == x for each in frame.f_code.co_consts):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class Existing:
+    """The numbers and tensors that the functions that are running have in their variables, or in what these hold."""
+
+    def __init__(self) -> None:
+        self.numbers: set[float] = set()
+        self.places: set[int] = set()
+        self._seen: set[int] = set()
+        frame = sys._getframe(1)
+        while frame is not None:
+            for value in list(frame.f_locals.values()):
+                self._add(value, _DEPTH)
+            frame = frame.f_back  # type: ignore[assignment]
+        self._seen.clear()
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, (int, float)):
+            self.numbers.add(abs(value))
+        elif isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+                self.places.add(value.untyped_storage().data_ptr())
+        elif depth and id(value) not in self._seen and len(self._seen) < _MOST_SEEN:
+            self._seen.add(id(value))
+            if isinstance(value, (list, tuple)):
+                parts: Any = value[:_MOST_NUMBERS]
+            elif isinstance(value, (type, ModuleType, FunctionType)):
+                parts = ()
+            else:
+                own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+                parts = list(own.values())
+            for each in parts:
+                self._add(each, depth - 1)
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+_FUNCTIONS: list[Callable[[float], float]] = [
+    abs,
+    lambda x: -x,
+    lambda x: 1 / x,
+    lambda x: 1 - x,
+    lambda x: 1 + x,
+    lambda x: 1 / (1 + x),
+    lambda x: x * x,
+    math.sqrt,
+    lambda x: 1 / math.sqrt(x),
+    math.exp,
+    lambda x: math.exp(-x),
+    lambda x: 1 - math.exp(-x),
+    lambda x: 1 / (1 + math.exp(-x)),
+    lambda x: 1 / (1 + math.exp(x)),
+    math.log,
+    lambda x: -math.log(x),
+    math.log1p,
+    math.tanh,
+    math.sin,
+    math.cos,
+]
+"""What programs make of a number that they have read."""
+_OF_LISTS: tuple[Callable[[list[float]], float], ...] = (sum, _mean, statistics.median, statistics.pstdev)
+_TO_INTEGERS: list[Callable[[float], float]] = [int, round, math.ceil, lambda x: int(x) + 1, lambda x: int(x) - 1]
+
+
+_READERS: dict[str, Callable[..., Any]] = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist")}
+"""Methods by which numbers leave a tensor without an operation."""
+
+
+def follow_reads() -> None:
+    """Makes tensors tell the dispatch mode that is on when their numbers are read without an operation."""
+    for name, read in _READERS.items():
+        setattr(torch.Tensor, name, _noted(read))
+
+
+def unfollow_reads() -> None:
+    """Undoes `follow_reads`."""
+    for name in _READERS.keys() & vars(torch.Tensor).keys():
+        delattr(torch.Tensor, name)
+
+
+def _noted(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that reads a tensor's numbers, and of which the mode that is on learns."""
+
+    @functools.wraps(read)
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        note = getattr(_get_current_dispatch_mode(), "note_read", None)
+        if note is not None:
+            note(x)
+        return read(x, *args, **kwargs)
+
+    return noted
