@@ -97,8 +97,8 @@ def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[to
         tensors: tensors among its leaves.
 
     Returns:
-        The output with the aliases, and a tensor between each of these and the original one. Its hooks run after those
-        that the program registers on the alias, and get what these return.
+        The output with the aliases, and a tensor between each of these and the original one. Its hooks run after the
+        hooks that the program registers on the alias, and get what they return.
     """
     leaves, structure = tree_flatten(output)
     between: list[torch.Tensor] = [_Alias.apply(x) for x in tensors]
