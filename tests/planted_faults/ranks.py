@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "shards_freeze_alone",
-        "agreement.py",
+        "proof/situations.py",
         "if names[0] != names[1]:",
         "if False:",
         "Ranks that shard different trained parameters wait for one another.",

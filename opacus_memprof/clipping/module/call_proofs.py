@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.agreement import JointProofs
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
@@ -22,7 +21,7 @@ from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
 from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
 from opacus_memprof.clipping.proof.probe import CannotRunError
-from opacus_memprof.clipping.proof.situations import Order, Situation, Situations, order_of
+from opacus_memprof.clipping.proof.situations import JointProofs, Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError
 
 _CHANGES_EACH_TIME = (
