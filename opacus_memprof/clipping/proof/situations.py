@@ -39,8 +39,7 @@ from opacus_memprof.errors import MemprofError
 _LEAST = 4
 """Least number of samples in a proof of mixing. Smaller batches are filled with samples made from theirs."""
 _SHARE = 16
-"""A repeated check uses one part of the batch out of so many."""
-
+"""A repeated check uses one part of the batch out of so many; of sharded models at least `_LEAST` samples."""
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Order = list[tuple["Layer | None", bool]]
@@ -341,10 +340,6 @@ class Situations:
 def eager() -> AbstractContextManager[Any]:
     """Disables compilation inside the context, for the runs of a proof."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-_LEAST = 4  # a repeated check of sharded models uses at least so many samples, and one part in _SHARE of the batch
-_SHARE = 16
 
 
 @dataclass
