@@ -25,10 +25,10 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": ROOT,
     "PYTHONWARNINGS": "ignore",
     "COLUMNS": "200",  # so that no path is broken in two
+    "PYDANTIC_DISABLE_PLUGINS": "1",  # typer sets it whenever it imports a part of pydantic
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
 LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST", "RANK", "WORLD_SIZE"}
-OWN = {"PYDANTIC_DISABLE_PLUGINS": "1"}  # of the server: typer sets it when it imports a part of pydantic
 ANOTHER_ENVIRONMENT = b"another environment"
 
 
@@ -50,8 +50,7 @@ def interpreter() -> list[str]:
     command = [sys.executable, "-m", "tests.warm_python", "--serve", str(listener.fileno())]
     # Its standard input ends with this process. All are pipes, as those of the programs: Python asks when it starts.
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    server = subprocess.Popen(command, env=ENVIRONMENT | OWN, cwd=ROOT, pass_fds=[listener.fileno()], **streams)
-    interpreter.server = server
+    interpreter.server = subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, pass_fds=[listener.fileno()], **streams)
     return [sys.executable, "-I", "-S", __file__, address]
 
 
@@ -103,7 +102,7 @@ def answer(server, connection: socket.socket) -> None:
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as file:
         arguments, directory, environment = json.loads(file.read(*struct.unpack("=I", size)))
-    if any(environment.get(name) != os.environ.get(name) for name in {*environment, *os.environ} - LATE - {*OWN}):
+    if any(environment.get(name) != os.environ.get(name) for name in {*environment, *os.environ} - LATE):
         connection.sendall(ANOTHER_ENVIRONMENT)
         os._exit(0)
     child = os.fork()
