@@ -198,10 +198,10 @@ class OtherSamples(TorchDispatchMode):
     def leave(self) -> None:
         """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
         self.is_on &= _get_current_dispatch_mode() is self
-        unfollow_reads()
         if _get_current_dispatch_mode() is self:
             self.is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        unfollow_reads()
 
     def keep(self) -> None:
         """Goes on with what is left after its backward, except inputs and labels, which are the program's data.

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opacus_memprof.clipping.proof.summary import Tensors
 
@@ -286,25 +286,27 @@ _READERS: dict[str, Callable[..., Any]] = {name: getattr(torch.Tensor, name) for
 
 
 def follow_reads() -> None:
-    """Makes tensors tell the dispatch mode that is on when their numbers are read without an operation."""
+    """Makes tensors tell the dispatch modes that are on when their numbers are read without an operation."""
     for name, read in _READERS.items():
         setattr(torch.Tensor, name, _noted(read))
 
 
 def unfollow_reads() -> None:
-    """Undoes `follow_reads`."""
+    """Undoes `follow_reads`, unless a mode that is still on, such as another model's, is told of reads."""
+    if any(hasattr(mode, "note_read") for mode in _get_current_dispatch_mode_stack()):
+        return
     for name in _READERS.keys() & vars(torch.Tensor).keys():
         delattr(torch.Tensor, name)
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that reads a tensor's numbers, and of which the mode that is on learns."""
+    """Returns a method that reads a tensor's numbers, and of which the modes that are on learn."""
 
     @functools.wraps(read)
     def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        note = getattr(_get_current_dispatch_mode(), "note_read", None)
-        if note is not None:
-            note(x)
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "note_read"):
+                mode.note_read(x)
         return read(x, *args, **kwargs)
 
     return noted

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.exactness.judge import Batch, Verdict
 from tests.exactness.program import Program
@@ -28,6 +29,12 @@ from tests.exactness.programs.left import (
     _sums_by_hand,
 )
 from tests.exactness.tensors import norm_of
+
+
+def _sum_under_a_mode(losses: torch.Tensor) -> float:
+    """The inverse of the sum of a list that is read while a mode of the program's own is on."""
+    with FlopCounterMode(display=False):
+        return 1 / sum(losses.tolist())
 
 
 def _scaled(scale: Any) -> Body:
@@ -81,6 +88,7 @@ def _mixing_hook(m: Any, b: Batch, train: Train, s: Any) -> None:
 
 _MIXED: dict[str, Body] = {
     "mean_of_an_array": _scaled(lambda losses: losses.numpy().mean()),
+    "list_under_a_mode": _scaled(_sum_under_a_mode),
     "median_of_a_list": _scaled(lambda losses: statistics.median(losses.tolist())),
     "exponential": _scaled(lambda losses: math.exp(-losses.mean().item())),
     "logistic": _scaled(lambda losses: 1 / (1 + math.exp(-float(losses.mean())))),
