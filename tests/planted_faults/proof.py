@@ -57,10 +57,10 @@ FAULTS = [
     Fault(
         "arrays_are_read_unseen",
         "module/read_numbers.py",
-        "        if note is not None:",
-        "        if False:",
+        '            if hasattr(mode, "note_read"):',
+        "            if False:",
         "A mean that NumPy computes from the losses of a batch divides them.",
-        programs("outside_mean_of_an_array", "outside_center"),
+        programs("outside_mean_of_an_array", "outside_center", "outside_list_under_a_mode"),
     ),
     Fault(
         "new_numbers_are_the_programs_own",
