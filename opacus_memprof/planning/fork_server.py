@@ -5,6 +5,9 @@ It imports the packages once, which takes most of a short run's time, and forks 
 initialised, while there is one thread, and with the packages hidden until the program imports them. SOCKET is a file
 descriptor, over which a socket comes for each run: its other side sends a line with the configuration, the directory
 and the log, and gets the exit code.
+
+A run reports which other packages it has imported. Before the next run the process imports them, too, in a fork of
+itself, which serves all further runs. If their import does more than to import, this process serves them instead.
 """
 
 import atexit
@@ -14,12 +17,15 @@ import gc
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,6 +36,9 @@ from opacus_memprof.recording.startup import note_modules
 from opacus_memprof.running.program import print_exception
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_REFUSED = 77  # exit code of a fork that must not serve
+
 
 class ForkServer:
     """A process with the libraries of a virtual GPU and with packages, which are hidden until a program imports them.
@@ -38,11 +47,14 @@ class ForkServer:
 
     Args:
         packages: imported in this order.
+        learns: whether programs report what else they import.
     """
 
-    def __init__(self, packages: Sequence[str]) -> None:
+    def __init__(self, packages: Sequence[str], *, learns: bool = False) -> None:
         self._environment = dict(os.environ)
         self._command: list[str] = []  # the command of the program, in its process
+        self._learns = learns
+        self._reports = socket.socketpair(type=socket.SOCK_DGRAM)  # of imports, from the programs to this process
         # Handlers registered before torch is imported run after torch's, as in a new process.
         self._before_torch = contextlib.ExitStack()
         atexit.register(self._before_torch.close)
@@ -59,14 +71,55 @@ class ForkServer:
         """Returns whether this process has one thread, and the packages have not changed its environment."""
         return len(os.listdir("/proc/self/task")) == 1 and not run_process.has_changed(self._environment)
 
-    def become(self, command: Sequence[str], streams: Sequence[int]) -> None:
+    def learned(self) -> dict[str, str]:
+        """Returns the modules and files that a run which has ended imported beyond the packages; {} if none has."""
+        try:
+            report: dict[str, str] = json.loads(zlib.decompress(self._reports[0].recv(2**20, socket.MSG_DONTWAIT)))
+        except BlockingIOError:
+            return {}
+        self._learns = not report
+        return report
+
+    def import_more(self, modules: Mapping[str, str]) -> bool:
+        """Imports and hides further modules. The process must not be used if the result is False.
+
+        Args:
+            modules: the files of modules, in the order of their imports.
+
+        Returns:
+            Whether the program will find what it finds in a new process: the modules come from the same files, and
+            their import changed no random state and no variable of the environment, started no thread and asked for no
+            GPU.
+        """
+        hidden = self._hidden.pending
+        asked: list[str] = []
+        states = _random_states(hidden)
+        try:
+            with (
+                _noted("_cuda_getDeviceCount", hidden["torch._C"], asked),
+                _noted("_device_count_nvml", hidden["torch.cuda"], asked),
+            ):
+                self._hidden.add(list(modules))
+        except Exception:
+            return False
+        if run_process.SET_BY_TORCH not in self._environment:
+            os.environ.pop(run_process.SET_BY_TORCH, None)
+        gc.freeze()
+        same = all(_file(hidden.get(name, sys.modules.get(name))) == file for name, file in modules.items())
+        return same and not asked and self.can_fork() and _random_states(hidden) == states
+
+    def become(self, command: Sequence[str], streams: Sequence[int], changed: Collection[str] = ()) -> None:
         """Turns a fork of this process into one in which a program can begin.
 
         Args:
             command: starts the program again, if it changes the environment and then imports torch.
             streams: the new standard input, output and error.
+            changed: files of which the program reads copies with changes.
         """
         self._environment = dict(os.environ)
+        self._imports = ImportedModules(self._environment, set(self._hidden.pending), changed)
+        if self._learns:
+            sys.meta_path.insert(0, self._imports)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for target, opened in enumerate(streams):
             os.dup2(opened, target)
@@ -96,6 +149,9 @@ class ForkServer:
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
+        if self._learns and (imported := self._imports.modules()):
+            with contextlib.suppress(OSError):  # others have filled the socket
+                self._reports[1].send(zlib.compress(json.dumps(imported).encode()), socket.MSG_DONTWAIT)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -118,16 +174,36 @@ def _unfreeze(phase: str, collection: dict[str, int]) -> None:
 def serve(server: ForkServer, requests: socket.socket) -> None:
     """Runs the requested programs, several at once, until the other side of the socket is closed."""
     answering: set[int] = set()
-    while descriptors := socket.recv_fds(requests, 1, 1)[1]:
-        with socket.socket(fileno=descriptors[0]) as connection:
-            child = os.fork()
-            if child == 0:
-                requests.close()
-                _answer(server, connection)
-        answering.add(child)
-        answering -= {each for each in answering if os.waitpid(each, os.WNOHANG)[0]}
+    while select.select([requests], [], []) and not (learned := server.learned()):
+        if not _serve_one(server, requests, answering):
+            break
+    else:
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if not server.import_more(learned):
+                os._exit(_REFUSED)
+            answering.clear()  # children of the other process
+        if child == 0 or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == _REFUSED:
+            while _serve_one(server, requests, answering):
+                pass
     for each in answering:
         os.waitpid(each, 0)
+
+
+def _serve_one(server: ForkServer, requests: socket.socket, answering: set[int]) -> bool:
+    """Starts the next program, in a process that is added to `answering`. Returns False if the socket is closed."""
+    descriptors = socket.recv_fds(requests, 1, 1)[1]
+    if not descriptors:
+        return False
+    with socket.socket(fileno=descriptors[0]) as connection:
+        child = os.fork()
+        if child == 0:
+            requests.close()
+            _answer(server, connection)
+    answering.add(child)
+    answering -= {each for each in answering if os.waitpid(each, os.WNOHANG)[0]}
+    return True
 
 
 def _answer(server: ForkServer, connection: socket.socket) -> NoReturn:
@@ -153,8 +229,9 @@ def send_exit_code(child: int, connection: socket.socket) -> NoReturn:
 
 def _run(server: ForkServer, configuration: str, directory: str, log: str) -> NoReturn:
     command = [sys.executable, "-m", run_process.__name__, configuration, directory]
+    changed = [change["file"] for change in json.loads(configuration)["changes"] if change["kind"] == "line"]
     with open(os.devnull, "rb") as nothing, open(log, "ab") as end:
-        server.become(command, [nothing.fileno(), end.fileno(), end.fileno()])
+        server.become(command, [nothing.fileno(), end.fileno(), end.fileno()], changed)
     sys.argv = [run_process.__file__, configuration, directory]
     server.run(run_process.main)
 
@@ -162,7 +239,7 @@ def _run(server: ForkServer, configuration: str, directory: str, log: str) -> No
 def main() -> None:
     """Serves runs; ends at once if this process cannot be forked."""
     requests = socket.socket(fileno=int(sys.argv[1]))
-    server = ForkServer(sys.argv[2:])
+    server = ForkServer(sys.argv[2:], learns=True)
     if server.can_fork():
         serve(server, requests)
     sys.stdout.flush()
@@ -185,17 +262,24 @@ class HiddenModules(MetaPathFinder):
     def __init__(self, packages: Sequence[str], before: Callable[[str], None]) -> None:
         self.pending: dict[str, ModuleType] = {}
         self._before = before
-        self._packages = packages
+        self._packages: set[str] = set()
         self._imported_by: dict[str, str] = {}
+        self.add(packages)
+        sys.meta_path.insert(0, self)
+
+    def add(self, packages: Sequence[str]) -> None:
+        """Imports and hides further packages, in this order. A package that another has imported is a part of that."""
+        sys.modules.update(self.pending)
         for package in packages:
             known = set(sys.modules)
             importlib.import_module(package)
             for name in set(sys.modules) - known:
                 if name.partition(".")[0] not in sys.stdlib_module_names:
                     self._imported_by[name] = package
+            if self._imported_by.get(package) == package:
+                self._packages.add(package)
         for name in self._imported_by:
             self.pending[name] = sys.modules.pop(name)
-        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Finds a module for the import system, without revealing it yet."""
@@ -239,6 +323,68 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
         self._hidden.reveal(module.__name__)
+
+
+class ImportedModules(MetaPathFinder):
+    """Takes note of installed modules that a program imports, while it has changed nothing that they could depend on.
+
+    That is until it sets a variable of the environment or torch's default type, or uses the GPU.
+
+    Args:
+        environment: the variables at the beginning.
+        known: modules that count as imported.
+        changed: files of which the program reads changed copies.
+    """
+
+    def __init__(self, environment: Mapping[str, str], known: Collection[str], changed: Collection[str] = ()) -> None:
+        self._environment = environment
+        self._known = known
+        self._changed = {os.path.realpath(file) for file in changed}
+        self._names: list[str] = []
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Finds nothing."""
+        if name not in self._known and not self._has_changed():
+            self._names.append(name)
+
+    def modules(self) -> dict[str, str]:
+        """Returns the files of the modules, in the order of their imports; {} if one of the files is changed."""
+        folders = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+        files = {name: _file(sys.modules.get(name)) for name in self._names}
+        if self._changed & {os.path.realpath(file) for file in files.values()}:
+            return {}
+        return {name: file for name, file in files.items() if file.startswith(folders)}
+
+    def _has_changed(self) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is not None and (torch.cuda.is_initialized() or torch.get_default_dtype() != torch.float32):
+            return True
+        return run_process.has_changed(self._environment)
+
+
+def _file(module: ModuleType | None) -> str:
+    """Returns the file that a module was imported from; "" if it was made otherwise."""
+    spec = getattr(module, "__spec__", None)
+    return str(spec.origin) if spec is not None and spec.has_location else ""
+
+
+@contextlib.contextmanager
+def _noted(name: str, owner: Any, calls: list[str]) -> Iterator[None]:
+    """A context in which calls of a function are noted."""
+    function = getattr(owner, name)
+
+    def noting() -> Any:
+        calls.append(name)
+        return function()
+
+    setattr(owner, name, noting)
+    yield
+    setattr(owner, name, function)
+
+
+def _random_states(hidden: Mapping[str, ModuleType]) -> list[Any]:
+    states = [random.getstate(), hidden["torch"].default_generator.get_state().tolist()]
+    return [*states, str(hidden["numpy.random"].get_state()) if "numpy.random" in hidden else None]
 
 
 if __name__ == "__main__":

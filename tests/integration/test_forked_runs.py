@@ -3,6 +3,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedP
 from opacus_memprof.planning.virtual_run import LOG, ForkedRuns, VirtualRun, run_environment, run_virtually
 
 SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = str(Path(__file__).parents[2])
 GPU = "t4"
 
 pytestmark = [
@@ -107,6 +109,81 @@ def test_the_program_sees_a_new_process(forked: ForkedRuns, tmp_path: Path) -> N
     assert "Traceback" not in logs[0]
     assert logs[1] == logs[0]
     assert comparable(runs[1]) == comparable(runs[0])
+
+
+IMPORTS_MORE = """
+import os, sys
+import torch
+begin = os.times()
+from transformers import GPT2Config, GPT2LMHeadModel
+end = os.times()
+open(sys.argv[1], "a").write(f"{end.user + end.system - begin.user - begin.system}\\n")
+model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=1, n_head=2)).cuda()
+print(torch.rand(1).item(), [str(parameter.sum().item()) for parameter in model.parameters()][:3])
+model(torch.zeros(int(sys.argv[2]), 9, dtype=torch.int64, device="cuda")).logits.sum().backward()
+torch.optim.AdamW(model.parameters()).step()
+"""
+
+
+def test_other_packages_are_imported_once(tmp_path: Path) -> None:
+    """By the process from which runs are forked, after the first of them has named its imports."""
+    pytest.importorskip("transformers")
+    (tmp_path / "imports_more.py").write_text(IMPORTS_MORE)
+    forked = ForkedRuns(run_environment(PlannedConfiguration(PlannedProgram(""), GPU), 1))
+    seconds = []
+    for batch in ("1", "2", "3"):
+        program = PlannedProgram(str(tmp_path / "imports_more.py"), (str(tmp_path / batch), batch))
+        new, other = both(PlannedConfiguration(program, GPU), forked, tmp_path / batch.rjust(2, "0"))
+        assert new.status == "finished"
+        assert new.requested
+        assert comparable(other) == comparable(new)
+        logs = [(Path(run.directory) / LOG).read_text().replace(run.directory, "") for run in (new, other)]
+        assert logs[0] == logs[1]
+        seconds.append(float((tmp_path / batch).read_text().splitlines()[1]))
+    forked.close()
+    assert max(seconds[1:]) < seconds[0] / 3
+
+
+IMPORTS_IN_FORKS = """
+import os, sys
+from opacus_memprof.planning.fork_server import ForkServer
+server = ForkServer(["torch"])
+for name, file in [line.split() for line in sys.stdin]:
+    if os.fork() == 0:
+        good = server.import_more({name: file})
+        if good:
+            assert name not in sys.modules
+            assert __import__(name).__file__ == file
+        os._exit(not good)
+    print(name, os.WEXITSTATUS(os.wait()[1]), flush=True)
+"""
+
+
+def test_packages_whose_import_does_more_stay_with_the_runs(tmp_path: Path) -> None:
+    sources = {
+        "calm": "import torch, calm_too",
+        "calm_too": "",
+        "draws": "import random; random.random()",
+        "draws_too": "import torch; torch.rand(1)",
+        "starts_a_thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "sets_a_variable": "import os; os.environ['TORCH_SET'] = '1'",
+        "asks": "import torch; torch.cuda.is_available()",
+        "counts": "import torch; torch.cuda.device_count()",
+        "fails": "1 / 0",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    files = {name: str(tmp_path / f"{name}.py") for name in sources} | {"json": str(tmp_path / "json.py")}
+    printed = subprocess.run(
+        [sys.executable, "-c", IMPORTS_IN_FORKS],
+        input="".join(f"{name} {file}\n" for name, file in files.items()),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), ROOT]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    refused = {name: bool(int(code)) for name, code in (line.split() for line in printed.splitlines())}
+    assert refused == {name: name not in ("calm", "calm_too") for name in files}
 
 
 def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path) -> None:
