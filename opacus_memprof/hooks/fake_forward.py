@@ -9,14 +9,15 @@ import copy
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,10 +141,43 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
                 module.register_forward_pre_hook(partial(recorder.enter, name))
                 module.register_forward_hook(partial(recorder.leave, name))
             args, kwargs = tree_unflatten(leaves, call.structure)
-            with torch.autograd.graph.saved_tensors_hooks(recorder.keep, _unpack):
+            with _checkpoints(recorder), torch.autograd.graph.saved_tensors_hooks(recorder.keep, _unpack):
                 output = model(*args, **(kwargs or {}))
         samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
         return recorder.result(output, samples)
+
+
+@contextmanager
+def _checkpoints(recorder: "_Recorder") -> Iterator[None]:
+    """Within it, activation checkpoints run their functions with gradients, as backward does when it runs them again.
+
+    The recorder knows what they would keep then, and which tensors are kept instead, so that they can run again.
+    """
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            with recorder.checkpoint(args):
+                return function(*args)
+
+    def run(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with recorder.checkpoint((args, kwargs)):
+            yield
+
+    module = torch.utils.checkpoint
+    names = (
+        "_checkpoint_without_reentrant_generator",
+        "_checkpoint_without_reentrant_generator_impl",
+    )  # by torch's version
+    replaced = {"CheckpointFunction": Reentrant, **dict.fromkeys(names, run)}
+    before = {name: getattr(module, name) for name in replaced if hasattr(module, name)}
+    try:
+        for name in before:
+            setattr(module, name, replaced[name])
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
 
 
 def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
@@ -173,15 +207,21 @@ class _Storage:
 
     Attributes:
         calls_before: the number of calls of layers that had begun.
+        checkpoint: the number of the activation checkpoint in which it was allocated; None outside of them.
+        is_recomputed: whether backward keeps it once the checkpoint's function has run again.
+        first_save: how many tensors had been saved when it first was; 0 if it was not.
     """
 
     storage: Any
     module: str
     calls_before: int
     is_softmax: bool
+    checkpoint: int | None
     tensors: int = 0
+    is_recomputed: bool = False
     is_saved: bool = False
     saves: int = 0
+    first_save: int = 0
     captor: str | None = None
 
     @property
@@ -211,8 +251,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams: set[int] = set()  # inputs of modules, and sums with them, by address
         self._sums: dict[str, int] = {}  # bytes by the module that adds
         self._added: set[str] = set()
-        self._live = self._peak = 0
+        self._live = self._peak = self._saves = 0
         self._forwards: dict[str, CaptureShape] = {}
+        self._checkpoints = 0
+        self._checkpoint: int | None = None  # the one that runs
+        self._inside: dict[str, int] = {}  # layers in checkpoints, in the order of their calls
         self._excluded = {id_of(tensor): tensor for tensor in excluded}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +267,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if key not in self._storages:
                     is_softmax = "softmax" in func.__name__
                     storage = tensor.untyped_storage()
-                    self._storages[key] = _Storage(storage, self._path[-1], len(self._called), is_softmax)
+                    self._storages[key] = _Storage(
+                        storage, self._path[-1], len(self._called), is_softmax, self._checkpoint
+                    )
                 found = self._storages[key]
                 self._change(found, tensors=found.tensors + 1)
                 weakref.finalize(tensor, self._free, found)
@@ -256,20 +301,45 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns None instead of the tensor, because a node that holds its own output would never be freed.
         """
         if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
-            self._change(found, is_saved=True, saves=found.saves + 1)
+            self._saves += 1
+            found.first_save = found.first_save or self._saves
+            if self._checkpoint is not None and found.checkpoint == self._checkpoint:
+                found.is_recomputed = True
+            else:
+                self._change(found, is_saved=True, saves=found.saves + 1)
+
+    @contextmanager
+    def checkpoint(self, arguments: Any) -> Iterator[None]:
+        """Within it, an activation checkpoint runs, which keeps its arguments. One inside of another is part of it."""
+        if self._checkpoint is not None:
+            yield
+            return
+        for tensor in tree_leaves(arguments):
+            self.keep(tensor)
+        self._checkpoints += 1
+        self._checkpoint = self._checkpoints
+        try:
+            yield
+        finally:
+            self._checkpoint = None
 
     def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         self._path.append(name)
         self._streams.update(id_of(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
         if name in self._layers:
             self._called.append(name)
+            if self._checkpoint is not None:
+                self._inside[name] = self._checkpoint
 
     def leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         self._path.pop()
         if name in self._layers and self._captures and module.training and torch.is_grad_enabled():
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and (found := self._storages.get(id_of(tensor))) is not None:
-                    self._change(found, captor=name)
+                    if self._checkpoint is not None and found.checkpoint == self._checkpoint:
+                        found.is_recomputed = True
+                    else:
+                        self._change(found, captor=name)
         if name in self._layers and (shape := capture_shape(module, inputs, output)) is not None:
             seen = self._forwards.get(name)
             self._forwards[name] = shape if seen is None else seen.with_call(shape)
@@ -279,22 +349,45 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = {id_of(tensor) for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
         around = {""} | {name[:end] for name in self._layers for end in range(len(name)) if name[end] == "."}
         innermost = self._forwards.keys() - (around if self._layers - {""} else set())
-        blocks = tuple(
+
+        def layer_of(found: _Storage) -> str | None:
+            if found.module in innermost:
+                return found.module
+            return next((name for name in self._called[found.calls_before :] if name in self._forwards), None)
+
+        blocks = [
             KeptBlock(
                 found.bytes,
                 found.module,
-                found.module
-                if found.module in innermost
-                else next((name for name in self._called[found.calls_before :] if name in self._forwards), None),
+                layer_of(found),
                 key in outputs,
                 found.saves > 1,
                 None if found.is_saved else found.captor,
                 found.is_softmax,
+                found.first_save,
             )
             for key, found in self._storages.items()
             if found.is_kept or key in outputs
+        ]
+        recomputed = []
+        for found in self._storages.values():
+            if found.is_recomputed:
+                layer = layer_of(found)
+                inside = [name for name, number in self._inside.items() if number == found.checkpoint]
+                layer = layer if layer in inside else inside[-1] if inside else None
+                recomputed.append(
+                    KeptBlock(found.bytes, found.module, layer, False, False, None, found.is_softmax, found.first_save)
+                )
+        return WholeForward(
+            self._forwards,
+            tuple(blocks),
+            self._peak,
+            samples,
+            self._sums,
+            frozenset(self._added),
+            tuple(recomputed),
+            self._inside,
         )
-        return WholeForward(self._forwards, blocks, self._peak, samples, self._sums, frozenset(self._added))
 
 
 def _unpack(kept: Any) -> Tensor:

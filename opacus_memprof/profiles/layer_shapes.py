@@ -6,7 +6,7 @@ names, as many as the model has modules, and the latest few thousand batch sizes
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 _BATCHES = 4096
@@ -116,6 +116,7 @@ class KeptBlock:
         captor: the layer whose capture by Opacus alone keeps it, as the float32 input of a layer that autocast casts;
             None if something else keeps it.
         is_softmax: whether a softmax has allocated it.
+        first_save: the place of the operation that has saved it first, in the order of the pass; 0 if none has.
     """
 
     bytes: int
@@ -125,6 +126,7 @@ class KeptBlock:
     is_shared: bool
     captor: str | None
     is_softmax: bool
+    first_save: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class WholeForward:
         samples: the first dimension of the model's first input.
         streams: by module, the bytes of a residual stream that it adds to.
         added: the layers whose output is added to a residual stream, so that its gradient is that of the stream.
+        recomputed: what the functions of activation checkpoints keep when backward runs them again, one at a time.
+        checkpoints: the number of its checkpoint, by layer inside of one, in the order of calls.
     """
 
     forwards: dict[str, CaptureShape]
@@ -146,6 +150,8 @@ class WholeForward:
     samples: int
     streams: dict[str, int]
     added: frozenset[str]
+    recomputed: tuple[KeptBlock, ...] = ()
+    checkpoints: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kept(self) -> dict[str, int]:
@@ -158,7 +164,39 @@ class WholeForward:
     @property
     def largest(self) -> dict[str, int]:
         """The bytes of the largest block of each module."""
-        return {name: max(block.bytes for block in self.blocks if block.module == name) for name in self.kept}
+        sizes: dict[str, int] = {}
+        for block in (*self.blocks, *self.recomputed):
+            sizes[block.module] = max(sizes.get(block.module, 0), block.bytes)
+        return sizes
+
+    def operations(self, layer: str) -> tuple[tuple[int, int, bool], ...]:
+        """Returns the operations whose blocks a layer's backward pass releases, in the order of the forward pass.
+
+        Of each: the bytes of the block that it saves, those of the blocks that only later operations save, which are
+        free in its backward pass, and whether it is a softmax.
+        """
+        blocks = [block for block in (*self.blocks, *self.recomputed) if block.layer == layer and block.first_save]
+        return tuple(
+            (
+                block.bytes,
+                sum(each.bytes for each in blocks if each.first_save > block.first_save and not each.is_output),
+                block.is_softmax,
+            )
+            for block in sorted(blocks, key=lambda block: block.first_save)
+        )
+
+    def recomputed_before(self, times: float) -> dict[str, int]:
+        """Returns `times` the bytes that a checkpoint has recomputed and no backward has used yet, by layer inside."""
+        own: dict[str, int] = {}
+        for block in self.recomputed:
+            if block.layer is not None:
+                own[block.layer] = own.get(block.layer, 0) + block.bytes
+        sizes: dict[str, int] = {}
+        sums: dict[int, int] = {}
+        for layer, checkpoint in self.checkpoints.items():
+            sums[checkpoint] = sums.get(checkpoint, 0) + own.get(layer, 0)
+            sizes[layer] = int(times * sums[checkpoint])
+        return sizes
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tests.warm_python import ENVIRONMENT, interpreter
 
 SCRIPTS = Path(__file__).parents[1] / "gallery" / "improved"
 MOST_BELOW, MOST_ABOVE = 0.03, 0.10
+CONTEXT_MIB = 527  # of CUDA, on the virtual GPU
 FLASH_CLIP = 'grad_sample_mode="flash_clip"'
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters"])
+@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad"])
 def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
     first = _improvements(script, tmp_path)[0]
@@ -49,6 +50,42 @@ def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(t
     head, loop, body = script.partition("    for x, y in tests:\n")
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     _expect(first, f"{head}    with torch.no_grad():\n    {loop}{indented}", tmp_path, above=0.13)
+
+
+def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Path) -> None:
+    script = (SCRIPTS / "graph_attention.py").read_text()
+    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    predicted = _oom_report(script, actual * 7 // 10, tmp_path)["needed"]["bytes"]
+    assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual
+
+
+def test_checkpoints_of_the_program_are_known_where_it_runs_out(tmp_path: Path) -> None:
+    script = (SCRIPTS / "checkpointed.py").read_text()
+    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 6 // 10, tmp_path)
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    suggestions = {each["title"]: each for each in report["suggestions"]}
+    assert not any("checkpoint" in title for title in suggestions)
+    changed, _ = follow(script, suggestions[FLASH_CLIP])
+    _expect(suggestions[FLASH_CLIP], changed, tmp_path)
+
+
+def _oom_report(script: str, memory: int, directory: Path) -> dict[str, Any]:
+    """Runs a script with so many bytes beside CUDA's context, and returns the report of its failure."""
+    file, out = directory / "fails.py", directory / "failed"
+    file.write_text(script)
+    command = [*interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h100", "-o", out, "--virtual-memory"]
+    completed = subprocess.run(
+        [*map(str, command), f"{(memory >> 20) + CONTEXT_MIB}MiB", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert completed.returncode == 1, completed.stderr[-2000:]
+    report: dict[str, Any] = json.loads((out / "oom_report.json").read_text())
+    return report
 
 
 def _improvements(script: str, directory: Path) -> list[dict[str, Any]]:

@@ -33,6 +33,9 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         return None
     activations = [group for group in failure.block_groups if group.category in ACTIVATIONS]
     left_behind = leftovers.by_module if leftovers.are_captures else {}
+    # What variables keep from the step before, as its output, is released when the next one is assigned to them.
+    carried = [group for group in activations if _is_carried(group, failure) and group not in leftovers.block_groups]
+    activations = [group for group in activations if group not in carried]
     by_module = sum_by(activations, lambda group: group.module)
     live = {module: max(size - left_behind.get(module, 0), 0) for module, size in by_module.items()}
     largest_blocks: dict[str, int] = {}
@@ -73,14 +76,18 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     if whole is not None:
         ratio = samples / max(whole.samples, 1)
         produced = int(ratio * sum(each.bytes for each in whole.blocks if each.is_output))
-        layers = [replace(each, is_added=each.name in whole.added) for each in layers]
+        layers = [
+            replace(each, is_added=each.name in whole.added, operations=whole.operations(each.name)) for each in layers
+        ]
     makers = {last.name}
     if whole is not None:  # what comes after the last layer can have made it, such as a log_softmax of the model's
         makers = {each.module for each in whole.blocks if each.is_output}
-    output = min(sum(live.get(name, 0) for name in makers), produced)
+    before = sum_by(carried, lambda group: group.module)
+    output = min(max(sum(sizes.get(name, 0) for name in makers) for sizes in (live, before)), produced)
     loss = live.get("", 0) if "" not in {layer.name for layer in layers} and whole is None else 0
     present = sum(left_behind.values()) + loss + sum(layer.activations for layer in layers)
-    missing = history.most_activations - present
+    most = max(history.most_activations - sum(before.values()), history.most_outside_forward)
+    missing = most - present
     if in_first_forward:
         is_cast = any(layer.is_autocast for layer in layers)
         in_float32 = produced * 4 // last.forward.element_bytes + is_cast * produced
@@ -94,6 +101,11 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     if whole is None:
         layers[-1] = replace(layers[-1], activations=max(layers[-1].activations - output, 0))
     by_category = failure.sum_by(lambda group: group.category)
+    # That of a single product is not there when the optimizer steps.
+    stepped = [each for each in history.peaks if each.phase in ("noise", "optimizer_step")]
+    for each in stepped if "library_workspace" in by_category else ():
+        kept_workspace = each.categories.get("library_workspace", 0)
+        by_category["library_workspace"] = min(by_category["library_workspace"], kept_workspace)
     trained = shapes.trained_bytes
     largest = max(module.bytes for module in shapes.modules.values())
     on_gpu = failure.device != "cpu"
@@ -134,6 +146,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         forms_squares=not shapes.program.has_norm_samplers,
         copies_samples=not shapes.program.adopts_samples,
         passes=passes,
+        recomputed={} if whole is None else whole.recomputed_before(calls * ratio),
     )
 
 
@@ -151,6 +164,10 @@ def keeps_gradients(shapes: TrainingShapes) -> bool:
     if shapes.keeps_gradients is not None:
         return shapes.keeps_gradients
     return shapes.mode not in ("", "flash_clip")
+
+
+def _is_carried(group: BlockGroup, failure: Failure) -> bool:
+    return failure.phase == "forward" and group.step < failure.step
 
 
 def _is_of_another_model(group: BlockGroup, shapes: TrainingShapes) -> bool:
@@ -218,6 +235,9 @@ def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -
             saved.shared[layer] = saved.shared.get(layer, 0) + size
         if block.captor is not None and shapes.modules[block.captor].kind not in NORMS:
             saved.captured[layer] = saved.captured.get(layer, 0) + size
+    for block in whole.recomputed:
+        if block.layer is not None:
+            saved.largest[block.layer] = max(saved.largest.get(block.layer, 0), block.bytes)
     return saved
 
 

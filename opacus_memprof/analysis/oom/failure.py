@@ -125,11 +125,13 @@ class History:
         peaks: the peaks of all phases and of all steps, including that of the failed step so far.
         most_activations: the most bytes of activations that were live at once. That is after the peak if an operation's
             temporaries are larger than its saved tensors.
+        most_outside_forward: the same outside of forward passes, in which those of two steps can be live.
     """
 
     step_peaks: tuple[RecordedInstant, ...] = ()
     peaks: tuple[RecordedInstant, ...] = ()
     most_activations: int = 0
+    most_outside_forward: int = 0
 
 
 def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed_step: int) -> History:
@@ -147,8 +149,13 @@ def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed
     return History(
         tuple(instant(row) for row in steps if row["complete"] and row["step"] < failed_step),
         peaks,
-        max((sum(each.categories.get(name, 0) for name in ACTIVATIONS) for each in instants), default=0),
+        _most_activations(instants),
+        _most_activations(each for each in instants if each.phase != "forward"),
     )
+
+
+def _most_activations(instants: Iterable[RecordedInstant]) -> int:
+    return max((sum(each.categories.get(name, 0) for name in ACTIVATIONS) for each in instants), default=0)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Layer:
         repeated_forward: what the sampler keeps of a forward that it runs again.
         captured: the part of `activations` that only Opacus' captures keep.
         shared: the part of `saved_before` that the operation before the layer has saved, too, as a ReLU its result.
+        operations: see WholeForward.operations; empty if they are not known.
         is_added: its output is added to the residual stream, whose gradient then is that of the output, too.
     """
 
@@ -63,6 +64,7 @@ class Layer:
     captured: int = 0
     shared: int = 0
     is_added: bool = False
+    operations: tuple[tuple[int, int, bool], ...] = ()
 
     @property
     def elements(self) -> int:
@@ -96,6 +98,24 @@ class Layer:
         size = self.forward.input_bytes
         is_free = not self.forward.from_leaf and self.saved_before >= size > self.shared
         return self.scale(size, n) if is_free else 0
+
+    def largest_gradients(self, on_gpu: bool) -> int:
+        """Returns the bytes of the gradients of output and input of the layer's operation that needs the most.
+
+        On a GPU, a softmax also allocates their product. What later operations have saved, which is free by then, is
+        taken off, unless it is the layer's input or output: these are counted apart.
+        """
+        if not self.operations:
+            return max(2 * self.largest, 3 * self.largest_square if on_gpu else 0)
+        apart = self.input_before(self.forward.samples) + self.output_before()
+        return max(
+            (3 if is_softmax and on_gpu else 2) * size - max(freed - apart, 0)
+            for size, freed, is_softmax in self.operations
+        )
+
+    def output_before(self) -> int:
+        """Returns the bytes of the layer's activations that are free in its backward: its output, saved by others."""
+        return min(self.activations - self.saved_before, self.forward.output_bytes)
 
     def scale(self, size: int, n: int) -> int:
         """Returns the bytes for `n` samples of a tensor that has `size` bytes for the samples of the forward."""

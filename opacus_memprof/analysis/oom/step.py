@@ -129,7 +129,12 @@ class Step:
         yield Instant("forward", "", {**base, **summed, **self._forward(n)})
         if self.clears_late:
             live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
-            yield Instant("forward", "", {**base, **summed, "activations": live, **self.left_in_forward(n)})
+            left = {**summed, **self.left_in_forward(n)}
+            yield Instant("forward", "", {**base, "activations": live, **left})
+            # While the last product makes its output, a variable still has that of the step before.
+            live = self._activations(n) + self._scale(self.logits + self.inputs, n)
+            workspace = self._product_workspace(self.layers[-1])
+            yield Instant("forward", "", {**base, "activations": live, "library_workspace": workspace, **left})
         for instant in backward:
             again = self._scale(self.recomputed.get(instant.module, 0), n) if "backward" in instant.phase else 0
             parts = {"recomputed_activations": again} if again else {}
@@ -234,11 +239,7 @@ class Step:
             live -= self._scale(layer.activations, n) // self.passes
 
     def _released_before(self, layer: Layer, n: int) -> int:
-        """Returns the bytes of a layer's activations that are free in its backward.
-
-        That is its output, which only later operations have saved.
-        """
-        return self._scale(min(layer.activations - layer.saved_before, layer.forward.output_bytes), n)
+        return self._scale(layer.output_before(), n)
 
     def _product_workspace(self, layer: Layer) -> int:
         """Returns the size of cuBLAS' workspace while the matrix products of a layer's backward run."""
@@ -254,11 +255,11 @@ class Step:
     def _backward_before(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:
         """Returns the backward of operations without parameters before a layer.
 
-        It needs the gradients of output and input of the operation that has saved the most. On a GPU, a softmax also
-        allocates their product.
+        In the first of two passes, nothing is freed.
         """
-        largest = max(2 * layer.largest, 3 * layer.largest_square if self.on_gpu else 0)
-        temporaries = self._scale(largest + layer.residual_gradient, n)
+        if self.mode in ("ghost", "fast"):
+            layer = replace(layer, operations=())
+        temporaries = self._scale(layer.largest_gradients(self.on_gpu) + layer.residual_gradient, n)
         return Instant("backward", layer.name, {**parts, "backward_temporaries": temporaries})
 
     def _layer_backward(self, layer: Layer, n: int, parts: Mapping[str, int]) -> Instant:

@@ -13,7 +13,7 @@ from opacus_memprof.analysis.kept_memory import model_of
 from opacus_memprof.analysis.oom.advice import changes, training, waste
 from opacus_memprof.analysis.oom.advice.suggestion import COMBINED, DEFECT, Suggestion
 from opacus_memprof.analysis.oom.estimate import estimate_step
-from opacus_memprof.analysis.oom.failure import BlockGroup, DeviceMemory, Failure, Leftovers, read_history
+from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, DeviceMemory, Failure, Leftovers, read_history
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import needs_edit
@@ -155,9 +155,13 @@ def _peak_as_failure(name: str, peak: Peak) -> Failure:
     }
     if not made_in.keys() >= {model_of(module)[1] for module in parameters}:
         made_in = {}
+    earlier: dict[tuple[str, str], list[Block]] = {}
+    for block in peak.largest_blocks:
+        if block.category in ACTIVATIONS and block.step < peak.step:
+            earlier.setdefault((block.module, block.category), []).append(block)
     groups = [
         BlockGroup(
-            bytes=size,
+            bytes=size - sum(block.bytes for block in earlier.get((module, category), ())),
             blocks=1,
             largest=largest[module, category].bytes if (module, category) in largest else size,
             category=category,
@@ -168,6 +172,11 @@ def _peak_as_failure(name: str, peak: Peak) -> Failure:
         )
         for module, sizes in peak.modules.items()
         for category, size in sizes.items()
+    ]
+    groups += [
+        BlockGroup(block.bytes, 1, block.bytes, category, module, "", block.phase, block.step)
+        for (module, category), blocks in earlier.items()
+        for block in blocks
     ]
     return Failure(
         number=0,
@@ -180,6 +189,6 @@ def _peak_as_failure(name: str, peak: Peak) -> Failure:
         step=peak.step,
         logical_step=peak.logical_step or 0,
         unix_ns=peak.unix_ns,
-        block_groups=tuple(sorted(groups, key=lambda group: -group.bytes)),
+        block_groups=tuple(sorted((group for group in groups if group.bytes), key=lambda group: -group.bytes)),
         upstream={},
     )

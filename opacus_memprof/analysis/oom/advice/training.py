@@ -230,6 +230,7 @@ def _without_attention_weights(layer: Layer) -> Layer:
         largest=layer.forward.input_bytes if layer.largest == layer.largest_square else layer.largest,
         saved_before=layer.saved_before - weights,
         largest_square=0,
+        operations=(),
     )
 
 
@@ -322,6 +323,7 @@ def _smaller(layer: Layer, squares: int = 2) -> Layer:
         residual_gradient=layer.residual_gradient // 2,
         saved_before=(layer.saved_before - weights) // 2 + weights // squares,
         largest_square=square // squares,
+        operations=(),
         repeated_forward=layer.repeated_forward // 2,
         captured=layer.captured // 2,
     )
