@@ -2,11 +2,12 @@
 """The table of a plan: the largest value of an argument that fits, for each mode and GPU, found by few runs.
 
 A peak is the largest of many instants, each of which grows linearly with the batch, so it is piecewise linear. A line
-through two runs that fit predicts the limit. A run close to the limit makes the line exact; then the predicted value
-and the next one are run. Reserved bytes predict the limit while the allocator returns no memory to the GPU; requested
-bytes predict an upper limit in any case. A run that does not fit predicts the limit, too: what was still reserved, and
-the allocation for which nothing was left, grow with the value. What these runs leave open is halved. A cell takes at
-most MOST_RUNS; where these do not settle it, the largest value that fitted is the answer.
+through two runs that fit predicts the limit; where three runs show a bend, as with the length of sequences, whose
+attention matrices grow with its square, a parabola does. A run close to the limit makes it exact; then the predicted
+value and the next one are run. Reserved bytes predict the limit while the allocator returns no memory to the GPU;
+requested bytes predict an upper limit in any case. A run that does not fit predicts the limit, too: what was still
+reserved, and the allocation for which nothing was left, grow with the value. What these runs leave open is halved. A
+cell takes at most MOST_RUNS; where these do not settle it, the largest value that fitted is the answer.
 
 Between these limits, fragmentation decides whether a value fits, and round values are the worst: torch reserves memory
 in pieces of 2 MiB. If tensors are whole pieces, nothing is left at their ends for slightly larger tensors. Therefore
@@ -14,6 +15,7 @@ the round values in this range below an answer are run as well. A value is not a
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +42,8 @@ _PART_OF_FLUSHED = 0.85  # of the way to the upper limit: a run that barely does
 _MUCH = 1.25  # so many times the value that fits without returning cached memory would fit if all of it were returned
 _NEAR = 10  # what is not farther than this part of a value that fits is foretold exactly
 _SLOW = 0.85  # of what is between: if runs foretell so little, it is halved
+_APART = 0.6  # of the second value is the most that the first of three values may be which show a bend
+_BENT = 0.02  # of all bytes is the least part that grows with the square of the value, to tell a bend from a step
 _ROUND = 16  # the least round value: from 128 KiB per sample on, its tensors are whole pieces
 _MOST_PLACES = 2  # that a message names
 _ANOTHER = "name one that it has, as it is written on its command line"
@@ -81,10 +85,6 @@ class Line:
     def through(cls, first: tuple[int, int], second: tuple[int, int]) -> "Line":
         slope = (second[1] - first[1]) / (second[0] - first[0])
         return cls(first[1] - slope * first[0], slope)
-
-    def value_at(self, size: int) -> int | None:
-        """Returns the largest whole value with at most this size; None if the line does not grow."""
-        return None if self.slope <= 0 else int((size - self.base) // self.slope)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,9 @@ def next_value(points: Mapping[int, Point], low: int, high: int) -> int | None:
     good, top = found.fitting[-1], high + 1 if found.bad is None else found.bad
     rounder = _rounder(points, found, good)
     halves = len(points) >= _PREDICTED and found.bad is not None
-    guess = (good + top) // 2 if halves else min(max(_guess(points, found, top), good + 1), top - 1)
+    guess = min(max(_guess(points, found, top), good + 1), top - 1)
+    if halves and (guess > good + 1 or good - 1 in points):
+        guess = (good + top) // 2
     if top - good <= max(1, good // _CLOSE if halves and points[good].retries else 1):
         return rounder[-1] if rounder else None
     skips = any(point.fits and value > top for value, point in points.items())
@@ -160,14 +162,17 @@ def _guess(points: Mapping[int, Point], found: Bracket, top: int) -> int:
     room = points[good].may_reserve
     anchors = _anchors(found.fitting)
     foretold = top if found.bad is None else _fitting_part(points, anchors, top)
-    if found.bad is not None and (anchors is None or top > _FAR * good):  # as much less as it may be more
+    is_far = anchors is None or (top > _FAR * good and not _bend(points, found.fitting, "requested"))
+    if found.bad is not None and is_far:  # as much less as it may be more
         return min(int(good * (top / good) ** 0.5), foretold or top)
     if anchors is None:  # as if all memory grew with the value: an upper bound
         return max(good * room // max(1, points[good].reserved), 2 * good, good + 7)
-    by_reserved = _line(points, anchors, "reserved").value_at(room)
-    by_requested = _line(points, anchors, "requested").value_at(room)
+    by_reserved = _value_at(points, found.fitting, "reserved", room)
+    by_requested = _value_at(points, found.fitting, "requested", room)
     if by_requested is None:  # nothing grows so far
         return top - 1
+    if by_requested <= good and good - 1 not in points:  # the end
+        return good + 1
     if found.bad is not None and (points[good].retries or by_reserved is None or not good < by_reserved < top):
         foretold = min(foretold, by_requested)
         slow = top - good > good // _NEAR and foretold - good > _SLOW * (top - good)
@@ -180,6 +185,32 @@ def _guess(points: Mapping[int, Point], found: Bracket, top: int) -> int:
     if by_reserved > _FAR * good:  # reserved bytes are slightly nonlinear: first a run close to the limit
         return good + int(_PART_OF_FAR * (by_reserved - good))
     return by_reserved
+
+
+def _value_at(points: Mapping[int, Point], fitting: tuple[int, ...], name: str, room: int) -> int | None:
+    """Returns the largest value predicted to have at most these bytes; None if they do not grow."""
+    anchors = _anchors(fitting)
+    if anchors is None:
+        return None
+    near, good = anchors
+    bend = _bend(points, fitting, name)
+    slope = _line(points, anchors, name).slope + bend * (good - near)
+    if slope <= 0:
+        return None
+    missing = room - getattr(points[good], name)
+    return good + int(2 * missing // (slope + math.sqrt(max(0.0, slope**2 + 4 * bend * missing))))
+
+
+def _bend(points: Mapping[int, Point], fitting: tuple[int, ...], name: str) -> float:
+    """Returns how fast the slope grows, by three runs: half of the second derivative. 0 if it is too little to tell."""
+    anchors = _anchors(fitting)
+    far = max((value for value in fitting if anchors and value <= _APART * anchors[0]), default=None)
+    if anchors is None or far is None:
+        return 0.0
+    near, good = anchors
+    slopes = [_line(points, between, name).slope for between in ((far, near), (near, good))]
+    bend = (slopes[1] - slopes[0]) / (good - far)
+    return bend if bend * good**2 >= _BENT * getattr(points[good], name) else 0.0
 
 
 def _fitting_part(points: Mapping[int, Point], anchors: tuple[int, int] | None, bad: int) -> int:

@@ -77,6 +77,28 @@ def test_it_finds_what_trying_all_finds(kind: Peaks, waste: float) -> None:
     assert sum(runs) <= 7.6 * len(runs)
 
 
+def _parabola(rng: random.Random) -> Callable[[int], int]:
+    """Bytes by the length of sequences, with attention matrices; they end at a length from 100 to 8000."""
+    base, end, square = rng.randrange(10 * 2**30), rng.uniform(100, 8000), rng.uniform(0.05, 1)
+    return lambda n: base + int((ROOM - base) * ((1 - square) * n / end + square * (n / end) ** 2))
+
+
+def test_eight_runs_find_a_length() -> None:
+    """Where memory grows with the square of the searched value, in part."""
+    runs = []
+    for seed in range(150):
+        rng = random.Random(seed)
+        peak, low = _parabola(rng), rng.choice([1, 3, 64])
+        points = _searched(lambda value, peak=peak: _measured(peak(value), 1.0), low, 16384)
+        answer = largest(points)
+        assert answer is not None
+        assert peak(answer) <= ROOM < peak(answer + 1)
+        runs.append(len(points))
+    assert max(runs) <= 16
+    assert sum(runs) <= 7.5 * len(runs)
+    assert sum(each > 8 for each in runs) <= 0.06 * len(runs)
+
+
 def _searched(measure: Callable[[int], Point], low: int, high: int) -> dict[int, Point]:
     points: dict[int, Point] = {}
     while value := next_value(points, low, high):
