@@ -26,7 +26,7 @@ VARIABLE = "OPACUS_MEMPROF_LANGUAGE"
 _ENTRY = re.compile(r'^(?:msgctxt "(\w+)"\n)?msgid ((?:".*"\n)+)msgstr ((?:".*"\n)+)', re.MULTILINE)
 ESCAPED = "opacus_memprof.escaped"  # how to encode what an encoding does not have: `errors` of a stream
 _BARS = re.compile("[\u2580-\u259f]")  # block elements
-_SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->"})  # noqa: RUF001
+_SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->", "≤": "<="})  # noqa: RUF001
 _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-9][0-9.]*(?: [KMGT]?i?B)?"}
 _SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
 _VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages

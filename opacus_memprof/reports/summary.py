@@ -229,7 +229,8 @@ def _print_modules(sizes: Mapping[str, int], console: Console, count: int = _MOD
     formatted = column_format([rest, *(size for row in rows[:count] for size in (row.largest, row.total))])
     for row in rows[:count]:
         times = f"×{row.count}" if row.count > 1 else ""  # noqa: RUF001
-        table.add_row(escape(shorten_name(row.name)), times, formatted(row.largest), formatted(row.total))
+        most = "≤ " if row.total < row.count * row.largest else ""  # not all of them have as much
+        table.add_row(escape(shorten_name(row.name)), times, f"{most}{formatted(row.largest)}", formatted(row.total))
     if rest:
         table.add_row(tr("{count} more", count=len(rows) - count), "", "", formatted(rest), style="dim")
     console.print()

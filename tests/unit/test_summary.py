@@ -124,6 +124,16 @@ def test_predicted_changes_stand_before_the_tables() -> None:
     assert "up to" not in "\n".join(shown)
 
 
+def test_each_module_of_a_row_has_at_most_the_largest_where_they_differ() -> None:
+    modules = {f"conv.{i}": {"per_sample_gradients": size * MIB} for i, size in enumerate((74, 8, 2))}
+    modules |= {f"block.{i}": {"per_sample_gradients": 6 * MIB} for i in range(2)}
+    peak = a_peak(requested_bytes=96 * MIB, step=1, phase="clip", modules=modules)
+    printed = lines(print_summary, view_profile(a_profile(devices={"cpu": a_device(peak=peak)})))
+    rows = [" ".join(line.split()) for line in printed]
+    assert "conv.[0-2] ×3 ≤ 74.00 MiB 84.00 MiB" in rows  # noqa: RUF001
+    assert "block.[0-1] ×2 6.00 MiB 12.00 MiB" in rows  # noqa: RUF001
+
+
 def test_the_largest_reserved_memory_is_printed_beside_the_peak() -> None:
     def line(**reserved: Any) -> str:
         device = a_device(peak=a_peak(requested_bytes=MIB, step=1, phase="clip"), reserved_peak=reserved)

@@ -202,7 +202,10 @@ class ModuleView {
       row.together || (row.children.length && row !== this.node)
         ? element("button", { type: "button", class: "link", onclick: () => open(row) }, labelOf(row))
         : labelOf(row);
-    const each = (row) => bytes(row.together ? Math.max(...row.together.map(({ total }) => total)) : row.total);
+    const most = (row) => Math.max(...row.together.map(({ total }) => total));
+    const differ = (row) => row.total < row.together.length * most(row);
+    const each = (row) =>
+      row.together ? element("span", {}, differ(row) ? "≤ " : "", bytes(most(row))) : bytes(row.total);
     const columns = [
       { title: this.noun, as: "name", value: (row) => labelOf(row), cell: name },
       { title: "bytes", number: true, value: (row) => row.total, cell: (row) => bytes(row.total) },
