@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -551,6 +552,8 @@ def test_features_around_adapters_are_not_taken_for_an_attention_matrix(block: i
     }
     saved = estimate._saved_by_name({"self": block}, {"self": block}, list(shapes), shapes)
     assert saved.largest_squares == ({"self.query.B": block} if block > M else {})
+    shapes["self.query.B"] = replace(shapes["self.query.B"], output_bytes=block)  # a sum with what the adapter adds
+    assert not estimate._saved_by_name({"self": block}, {"self": block}, list(shapes), shapes).largest_squares
 
 
 def test_gradients_of_trained_parameters_alone_are_dropped() -> None:

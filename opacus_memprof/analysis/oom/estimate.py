@@ -260,7 +260,8 @@ def _saved_by_name(
         saved.largest[layer] = max(saved.largest.get(layer, 0), block)
         if name != layer:
             saved.before[layer] = saved.before.get(layer, 0) + live[name]
-            if name in containers and layer in seen and _is_square(block, seen[layer]) and block > _widest(name, seen):
+            is_square = name in containers and layer in seen and _is_square(block, seen[layer])
+            if is_square and block > _widest(name, seen) and not _is_like_an_output(name, block, seen):
                 saved.largest_squares[layer] = max(saved.largest_squares.get(layer, 0), block)
     return saved
 
@@ -272,6 +273,12 @@ def _widest(container: str, seen: Mapping[str, CaptureShape]) -> int:
     """
     inside = (forward for name, forward in seen.items() if name.startswith(f"{container}."))
     return max((forward.input_bytes // forward.calls for forward in inside), default=0)
+
+
+def _is_like_an_output(container: str, block: int, seen: Mapping[str, CaptureShape]) -> bool:
+    """Returns whether a block has the size of an output of a container's layers, as the sum with an adapter's has."""
+    inside = (forward for name, forward in seen.items() if name.startswith(f"{container}."))
+    return any(forward.output_bytes // forward.calls == block for forward in inside)
 
 
 def _order(shapes: TrainingShapes, seen: Mapping[str, CaptureShape], reached: str | None) -> list[str]:
