@@ -240,7 +240,18 @@ class _Hand:
             return
         for n in range(self._size):
             sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x) else x, self._batch)
-            yield list(torch.autograd.grad(self._losses(self._model, sample).sum(), parameters, allow_unused=True))
+            try:
+                loss = self._losses(self._model, sample).sum()
+            except MemprofError:
+                raise
+            except Exception as error:  # the model may raise anything
+                message = str(error).strip().partition("\n")[0]
+                raise MemprofError(
+                    f"the model does not run on one sample of this batch alone ({type(error).__name__}: {message}), so "
+                    "that per-sample gradients do not exist: use layers that treat samples separately, such as "
+                    "GroupNorm instead of BatchNorm."
+                ) from error
+            yield list(torch.autograd.grad(loss, parameters, allow_unused=True))
 
 
 _Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float], str | None]

@@ -287,6 +287,47 @@ def test_cleanup_leaves_nothing_on_the_model(wrap_model: bool) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_of_the_model_are_not_checked(mode: str) -> None:
+    module, optimizer, *rest = make_private(mlp(), mode)
+    teacher = copy.deepcopy(module._module).requires_grad_(False)
+    (criterion,) = rest[:-1] or (nn.CrossEntropyLoss(),)
+    for x, y in rest[-1]:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            shift = teacher(x)
+        criterion(module(x) - shift, y).backward()
+        optimizer.step()
+    copied = copy.deepcopy(module)
+    copied.remove_hooks()
+    assert not any(each._forward_pre_hooks for each in copied._module[0].modules())
+    optimizer.zero_grad()
+    criterion(module(x), y).backward()
+    with torch.no_grad():
+        module._module[2].weight.mul_(1.5)
+    with pytest.raises(MemprofError, match="does not clip this model exactly"):  # the original is still checked
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strength", [1e-3, 1.0])
+def test_a_penalty_that_the_mode_leaves_out_is_refused(mode: str, strength: float) -> None:
+    model = mlp()
+    module, optimizer, *rest = make_private(model, mode, wrap_model=True)
+    (criterion,) = rest[:-1] or (nn.CrossEntropyLoss(),)
+    x, y = next(iter(rest[-1]))
+    optimizer.zero_grad()
+    (criterion(module(x), y) + strength * model[2].weight.square().sum()).backward()
+    does = (
+        "does not clip this model exactly: in"
+        if mode == "ghost"
+        else "leaves out a part of the gradient of 2.weight in"
+    )
+    with pytest.raises(MemprofError, match=f"'{mode}' {does} step 1"):
+        optimizer.step()
+    assert not model[2].weight._backward_hooks
+
+
 def test_auto_checks_what_it_falls_back_to() -> None:
     refused = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
     module, optimizer, _ = make_private(refused, "auto", None)

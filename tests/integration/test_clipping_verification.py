@@ -129,6 +129,8 @@ def test_refusals() -> None:
         verify(mlp(), x, max_samples=0)
     with pytest.raises(MemprofError, match=r"the model does not run on this batch \(RuntimeError: .*mat1 and mat2"):
         verify(mlp(), torch.randn(4, 8))
+    with pytest.raises(MemprofError, match=r"not run on one sample of this batch alone \(ValueError: Expected more"):
+        verify(nn.Sequential(nn.Linear(9, 3), nn.BatchNorm1d(3)), x)
     with pytest.raises(MemprofError, match="zero or not finite"):
         verify(mlp(), x, losses=lambda model, batch: model(batch).sum(1) * 0)
 

@@ -121,6 +121,22 @@ FAULTS = [
         integration(f"{_CHECK}::mixing_is_refused_and_nothing_changes"),
     ),
     Fault(
+        "check_without_penalties",
+        "proof/opacus_modes.py",
+        "            self._refuse_beside(forwards, parameters)\n",
+        "            pass\n",
+        "check= of Opacus' modes accepts a penalty that they leave out.",
+        integration(f"{_CHECK}::a_penalty_that_the_mode_leaves_out_is_refused"),
+    ),
+    Fault(
+        "check_goes_with_copies",
+        "proof/opacus_modes.py",
+        "        return _OwnHook, ()",
+        "        return _OwnHook, (self._method,)",
+        "A copy of a model of Opacus' modes has a copy of the check.",
+        integration(f"{_CHECK}::copies_of_the_model_are_not_checked"),
+    ),
+    Fault(
         "check_of_one_half",
         "proof/by_hand.py",
         "    for half in halves(samples) if samples > 1 else ():",

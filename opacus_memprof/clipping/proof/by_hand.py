@@ -117,6 +117,15 @@ class ForwardByHand:
             torch.autograd.grad(starts, list(parameters), cotangents, retain_graph=not alone, allow_unused=True)
         )
 
+    def sum_of_gradients(self, parameters: Sequence[nn.Parameter]) -> Gradients:
+        """Returns the gradients that come through the outputs, of all samples together."""
+        outputs = self._run()
+        given = {index: cotangent for index, cotangent in self.cotangents.items() if outputs[index].requires_grad}
+        if not given:
+            return [None] * len(parameters)
+        starts = [outputs[index] for index in given]
+        return list(torch.autograd.grad(starts, list(parameters), list(given.values()), allow_unused=True))
+
     def shards_of_gradients(
         self, parameters: Sequence[nn.Parameter], ranks: int, own_rank: int, most_samples: int, scale: float
     ) -> Iterator[Gradients]:

@@ -6,8 +6,10 @@ The clipped sum of a mode is compared with clipping by hand before noise is draw
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.clipping.agreement import Agreement, computing_device, inner_model, spans_ranks
 from opacus_memprof.clipping.arguments import Check, is_checked
@@ -27,6 +30,8 @@ _STABILITY = 1e-6  # as in Opacus
 _TOLERANCE = 1e-3
 _TOLERANCE_LOW_PRECISION = 5e-2
 _TOLERANCE_TF32 = 5e-2  # other kernels compute one sample than a batch, and may round to another side of a ReLU
+_TOLERANCE_SAME_BATCH = 2e-5
+"""The relative difference of two backward passes over the same batch, by the same kernels."""
 _FLOOR = 1e-2
 """A parameter's error is relative to its own sum, or to this fraction of the sum of all parameters if that is larger.
 
@@ -105,16 +110,18 @@ class StepCheck:
         self._agreement = Agreement(computing_device(next(model.parameters()))) if spans_ranks else None
         self._is_sharded = isinstance(model, FSDPModule)
         self._error: MemprofError | None = None
+        self._arrived: dict[nn.Parameter, torch.Tensor] = {}  # gradients that autograd has formed in this part
+        self._watched: list[RemovableHandle] = []
         _call_after(optimizer, "accumulate" if self._is_two_pass else "clip_and_accumulate", self._after_sums)
         _call_after(optimizer, "zero_grad", self._after_zero_grad)
         _call_after(private, "remove_hooks", self._remove_hooks)
         self._handles = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(_OwnHook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(_OwnHook(self._after_forward)),
         ]
 
     def _remove_hooks(self) -> None:
-        self._forwards.clear()
+        self._forget_part()
         while self._handles:
             self._handles.pop().remove()
 
@@ -122,6 +129,21 @@ class StepCheck:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_counted() and module.training and torch.is_grad_enabled():
             self._forwards.append(ForwardByHand(module, args, kwargs))
+            if not self._watched and not self._is_sharded:  # FSDP2 passes the gradients of shards by
+                self._watched = [p.register_hook(functools.partial(self._note, p)) for p in self._optimizer.params]
+
+    def _note(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._is_counted():
+            known = self._arrived.get(parameter)
+            # Cloned, because autograd adds the next backward's to the gradient in place.
+            self._arrived[parameter] = gradient.detach().clone() if known is None else known + gradient.detach()
+
+    def _forget_part(self) -> None:
+        """Forgets the forwards and gradients of a physical batch."""
+        self._forwards.clear()
+        self._arrived.clear()
+        while self._watched:
+            self._watched.pop().remove()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_counted() and self._forwards and not self._forwards[-1].shapes:
@@ -135,6 +157,7 @@ class StepCheck:
     def _after_zero_grad(self) -> None:
         if not self._is_two_pass:  # whose backward calls zero_grad itself
             self._forwards = [each for each in self._forwards if not each.cotangents]
+            self._arrived.clear()
 
     def _after_sums(self) -> None:
         is_last = not self._optimizer._check_skip_next_step(pop_next=False)
@@ -144,7 +167,7 @@ class StepCheck:
             except MemprofError as raised:
                 self._error = raised
             finally:
-                self._forwards.clear()
+                self._forget_part()
         if is_checked(self.check, self._step) and (is_last or self._agreement is None):
             error, self._error = self._error, None
             try:
@@ -183,11 +206,7 @@ class StepCheck:
         self._given += given
         if self._expected is None:
             self._expected = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
-        self._is_running = True
-        was_enabled = getattr(self._private, "hooks_enabled", None)
-        try:
-            if was_enabled:
-                self._private.disable_hooks()
+        with self._running():
             if self._is_sharded:
                 self._add_of_all_ranks(forwards, parameters)
             else:
@@ -195,11 +214,23 @@ class StepCheck:
                     forward.refuse_without_samples()
                     forward.refuse_mixing()
                     self._add_clipped(forward.per_sample_gradients(parameters), self._scale(forward))
+        self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
+        with self._running():
+            self._refuse_beside(forwards, parameters)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Runs the model by hand inside the context, without the mode's hooks."""
+        self._is_running = True
+        was_enabled = getattr(self._private, "hooks_enabled", None)
+        try:
+            if was_enabled:
+                self._private.disable_hooks()
+            yield
         finally:
             self._is_running = False
             if was_enabled:
                 self._private.enable_hooks()
-        self._raise_on_difference(parameters, any(each.is_low_precision for each in forwards))
 
     def _add_of_all_ranks(self, forwards: list[ForwardByHand], parameters: list[nn.Parameter]) -> None:
         """Adds the clipped gradients of all ranks' samples.
@@ -223,6 +254,31 @@ class StepCheck:
             ranks, scale = agreement.world_size, self._scale(forward)
             shards = forward.shards_of_gradients(parameters, ranks, agreement.rank, samples, scale)
             self._add_clipped(shards, 1.0, 1 / ranks)  # FSDP2 averages over the ranks
+
+    def _refuse_beside(self, forwards: list[ForwardByHand], parameters: list[nn.Parameter]) -> None:
+        """Refuses gradients that do not come through the outputs, which the modes leave out.
+
+        Expanded weights form no others.
+
+        Raises:
+            MemprofError: there are some.
+        """
+        rest = self._arrived.copy()
+        for forward in forwards if rest else ():
+            for parameter, gradient in zip(parameters, forward.sum_of_gradients(parameters), strict=True):
+                if gradient is not None and parameter in rest:
+                    rest[parameter] = rest[parameter] - gradient
+        is_low = any(each.is_low_precision for each in forwards)
+        tolerance = _TOLERANCE_LOW_PRECISION if is_low else _TOLERANCE_SAME_BATCH
+        floor = _FLOOR * math.hypot(*map(norm, self._arrived.values()))
+        for parameter, left in rest.items():
+            if norm(left) > tolerance * max(norm(self._arrived[parameter]), floor):
+                raise MemprofError(
+                    f"grad_sample_mode={self.mode!r} leaves out a part of the gradient of "
+                    f"{self._names.get(parameter, 'a parameter')} in step {self._step}, which does not come through "
+                    "the outputs of the model, as of a penalty on parameters in the loss; the step was not taken. Use "
+                    "weight_decay of the optimizer for a penalty, and call the model itself."
+                )
 
     def _refuse_bounds(self) -> None:
         bounds = getattr(self._optimizer, "max_grad_norms", None)
@@ -302,16 +358,42 @@ def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
-    """Calls `after()` whenever a method of one object has returned."""
-    method = getattr(owner, name)
+class _OwnHook:
+    """A hook of the check on a model. Copies of the model, such as a teacher, are not checked: their hook does nothing.
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        after()
+    Args:
+        method: what is called; None for nothing.
+    """
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        if self._method is not None:
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OwnHook, ()
+
+
+class _CallAfter:
+    """A method of one object that calls `after()` when it has returned. A copy of the object has the plain method."""
+
+    def __init__(self, owner: Any, name: str, after: Callable[[], None]) -> None:
+        self._owner, self._name, self._method, self._after = owner, name, getattr(owner, name), after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._method(*args, **kwargs)
+        self._after()
         return result
 
-    setattr(owner, name, wrapped)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)  # of the copy, which does not have this object yet
+
+
+def _call_after(owner: Any, name: str, after: Callable[[], None]) -> None:
+    """Calls `after()` whenever a method of one object has returned."""
+    setattr(owner, name, _CallAfter(owner, name, after))
 
 
 def _error_of(check: Callable[[], None]) -> MemprofError | None:
