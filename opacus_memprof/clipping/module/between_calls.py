@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
-from opacus_memprof.clipping.module.calls import Call, Outputs
+from opacus_memprof.clipping.module.calls import Call, Outputs, arrangements_by_shape
 from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples
+from opacus_memprof.clipping.module.read_numbers import following_modes, makes_no_values, unfollowed
 from opacus_memprof.clipping.proof.batches import (
     cotangents,
     has_rows,
     has_samples,
     has_storage,
     leaves_of_call,
+    tensors_in,
 )
 from opacus_memprof.clipping.proof.explanation import roots_of_backward
 from opacus_memprof.clipping.proof.summary import Tensors, halves, release
@@ -41,8 +42,9 @@ class Parts:
     def __init__(self, check: Check) -> None:
         self.check_steps = check
         self._outputs: deque[tuple[Any, Arrangement, int]] = deque(maxlen=64)
-        self._others: OtherSamples | None = None
+        self._modes: list[OtherSamples] = []  # of calls whose losses may come; several for batches of several sizes
         self._left: OtherSamples | None = None  # with what the backward before has left
+        self._of_models: list[OtherSamples] = []  # modes of other models, which do not follow a call
         self.carries = False  # whether the loss depends on what samples of earlier steps have left
         self._step = 1
         self._constants: Tensors | None = None
@@ -52,17 +54,20 @@ class Parts:
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "_others": None,
+            "_modes": [],
             "_left": None,
+            "_of_models": [],
             "_outputs": deque(maxlen=64),
             "_constants": None,
             "_found": None,
         }
 
     def __del__(self) -> None:
-        if self._left is not None:  # its mode may still be entered
-            self._left.is_on = False
-            self._left.free()
+        for mode in self._all_modes():  # may still be entered
+            mode.end()
+
+    def _all_modes(self) -> list[OtherSamples]:
+        return self._modes if self._left is None else [*self._modes, self._left]
 
     def end_step(self) -> None:
         """Forgets the calls of a step, all of which were checked, and remembers which tensors are constants.
@@ -72,113 +77,170 @@ class Parts:
         if self._found is not None:
             self._constants = self._constants or Tensors()
             self._constants.update(self._found)
-        left = self._left
+        for mode in self._modes:
+            if mode.has_ended_some:
+                self._keep(mode)
+        left, self._left = self._left, None
         step = self._step + (not self._is_too_small)
         self.forget()
         self._step = step
-        self._left = left if self.is_due() else None
+        if self.is_due():
+            self._left = left
 
     def forget(self) -> None:
         """Forgets the calls of a step that is refused. Steps are checked as from the first one again."""
         self._step = 1
         self._outputs.clear()
         self.pause()
-        self._others = self._left = None
+        for mode in self._all_modes():
+            mode.end()
+        self._modes, self._left = [], None
         self.carries = False
         self._found = None
         self._is_too_small = False
 
     def pause(self) -> None:
         """Stops to follow what the program computes, because it calls the model."""
-        if self._left is not None and self._left.is_entered:
-            self._left.leave()
-        # Also of another model, such as one whose training has ended: a proof is of the modes that it runs in.
-        while isinstance(mode := _get_current_dispatch_mode(), OtherSamples) and mode.is_over:
-            mode.leave()
-        if self._others is not None:
+        if self._modes:
             release()
-            self._others.leave()
-            if not self._others.is_on:
-                self._others = None
+        for mode in self._all_modes():
+            mode.leave()
+
+    def begin_call(self, is_off: bool) -> None:
+        """Stops to follow what the program computes, because it calls the model.
+
+        Other models' modes do not follow a call that is proved not to mix samples: its operations are those of a proof.
+        """
+        self.pause()
+        for mode in following_modes():
+            if isinstance(mode, OtherSamples):
+                mode.leave()
+                if mode.is_on or not mode.is_over:  # otherwise nothing is left to follow
+                    self._of_models.append(mode)
+        if is_off:
+            self._follow_by_others()
+
+    def end_call(self, call: Call, output: Any, batch: int) -> None:
+        """Makes other models' modes go on, in which the output of a call of a batch has other samples' rows."""
+        tensors = [] if output is None else tensors_in(output)
+        places = call.situation.arrangements if call.situation is not None else arrangements_by_shape(tensors, batch)
+        with unfollowed():
+            for mode in self._of_models if not call.is_off else ():
+                if mode.is_over or mode.batch != batch:
+                    continue
+                for x, where in zip(tensors, places, strict=False):
+                    if where is not None and has_rows(x) and x.untyped_storage().nbytes() <= OTHER_BYTES:
+                        mode.add(x, where, is_given=False)
+        self._follow_by_others()
+
+    def _follow_by_others(self) -> None:
+        for mode in self._of_models:
+            mode.enter()
+        self._of_models.clear()
 
     def resume(self) -> None:
-        """Follows again what the program computes from what the backward before has left, until its next call."""
-        if self._left is not None and self._left.is_on and _get_current_dispatch_mode() is None:
-            self._left.enter()
+        """Goes on to follow what the program computes, from earlier calls or from what a backward has left."""
+        for mode in self._modes or self._all_modes():
+            if mode.is_on and not mode.is_entered:
+                mode.enter()
 
-    def end(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> bool:
-        """Ends it, because a backward has reached an output, with so many samples at `where`.
+    def end(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> bool:
+        """Ends a call, because a backward has reached its output, with samples at `where`.
 
-        The mode cannot be left there.
+        Its mode cannot be left there. It goes on after the backward for calls that no backward has reached.
 
         Returns whether the loss mixes samples.
         """
-        others = self._others
-        if others is None or is_backward_of_inputs():
+        if mode.is_over or is_backward_of_inputs():
             return False
-        is_first, others.is_on = others.is_on, False
-        mixes = others.batch == batch and others.mixes_gradients(gradient, where)
-        self.carries |= others.batch == batch and others.carries_gradients(gradient, where)
+        with unfollowed():
+            return self._mixes(mode, forward, where, gradient)
+
+    def _mixes(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> bool:
+        is_first, mode.is_on = mode.is_on, False
+        mixes = mode.mixes_gradients(gradient, where)
+        self.carries |= mode.carries_gradients(gradient, where)
+        mode.has_ended_some = True
+        roots = roots_of_backward()
+        keeps_graph = len(roots) == 1 and len(roots[0][1]) > 1 and bool(roots[0][1][1])
+        if not keeps_graph:  # otherwise another loss may be computed from the same outputs
+            mode.waiting.discard(forward)
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(others))
-            roots = roots_of_backward()
-            mixes |= others.weighs_unequally
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(mode))
+            mixes |= mode.weighs_unequally
             if len(roots) == 1:
                 losses, arguments = roots[0]
                 given = arguments[0] if arguments else [None] * len(losses)
-                mixes |= not others.adds_up(losses, given)
+                mixes |= not mode.adds_up(losses, given)
         return mixes
 
-    def _end_backward(self, others: OtherSamples) -> None:
-        others.keep()
-        self._others, self._left = None, others
+    def _end_backward(self, mode: OtherSamples) -> None:
+        if mode.waiting:
+            mode.is_on = True
+        elif mode in self._modes:  # otherwise the step was refused meanwhile
+            self._keep(mode)
+            self._modes.remove(mode)
+
+    def _keep(self, mode: OtherSamples) -> None:
+        with unfollowed():
+            mode.keep()
+        self._left = mode
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""
         self._outputs += [(get_gradient_edge(x), where, batch) for x, where in outputs if where is not None]
 
-    def follow(self, call: Call, outputs: Outputs) -> bool:
+    def follow(self, call: Call, outputs: Outputs, forward: int | None) -> OtherSamples | None:
         """Follows what the program computes from a call's outputs and inputs until its next call.
 
-        Returns whether it does: if this step is checked, the tensors are not too large, and the program has no mode on.
-        """
-        while isinstance(mode := _get_current_dispatch_mode(), OtherSamples):
-            mode.leave()  # of a model whose training has ended
-        is_followed = self._follow(call, outputs, mode is not None)
-        if not is_followed:
-            self.resume()
-        return is_followed
+        Another model may be followed meanwhile, such as one whose loss comes later.
 
-    def _follow(self, call: Call, outputs: Outputs, has_mode: bool) -> bool:
+        Args:
+            call: the call.
+            outputs: its outputs.
+            forward: its number, if a backward may reach it.
+
+        Returns:
+            What follows it; None if this step is not checked, or the tensors are too large.
+        """
+        with unfollowed():
+            mode = self._add_call(call, outputs)
+        if mode is not None and forward is not None:
+            mode.waiting.add(forward)
+        self.resume()
+        return mode
+
+    def _add_call(self, call: Call, outputs: Outputs) -> OtherSamples | None:
         given = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if has_rows(leaf)]
         batch = len(given[0]) if given else 0
         known = [(x, where) for x, where in outputs if where is not None and has_rows(x)]
         if call.is_off:
             known = [(x, where) for x, where in known if len(x) == batch]
         else:
-            self._is_too_small = batch < 2 and (self._is_too_small or self._others is None)
-        if batch < 2 or not known or not self.is_due() or has_mode:
-            return False
+            self._is_too_small = batch < 2 and (self._is_too_small or not self._modes)
+        if batch < 2 or not known or not self.is_due() or makes_no_values():
+            return None
         given = [x for x in given if len(x) == batch and x.is_contiguous()]
         size = sum(x.untyped_storage().nbytes() for x in (*given, *(x for x, _ in known)))
         if size > OTHER_BYTES:
-            return False
+            return None
         self._found = self._found or Tensors()
-        if self._others is None or self._others.batch != batch:
-            self._others = OtherSamples(batch, size, self._constants, self._found)
+        mode = next((mode for mode in self._modes if mode.batch == batch and not mode.has_ended_some), None)
+        if mode is None:
+            mode = OtherSamples(batch, size, self._constants, self._found)
+            self._modes.append(mode)
             if self._left is not None:
-                self._others.take(self._left, given)
+                mode.take(self._left, given)
                 self._left = None
-        self._others.add_inputs(given)
+        mode.add_inputs(given)
         for x, where in known:
-            self._others.add(x, where, is_given=False)
+            mode.add(x, where, is_given=False)
         for x in given:
-            self._others.add(x, PLAIN)
+            mode.add(x, PLAIN)
         for x, place in outputs:
             if place is None and has_storage(x):
-                self._others.share(x)
-        self._others.enter()
-        return True
+                mode.share(x)
+        return mode
 
     def is_due(self) -> bool:
         """Returns whether calls of this step are checked: in pairs of steps, for what one leaves for the next."""
@@ -193,11 +255,13 @@ class Parts:
         Raises:
             MemprofError: it does.
         """
-        others, left = self._others, self._left
-        if others is None and left is None:
+        left = self._left
+        live = [mode for mode in self._of_models if not mode.is_over]
+        if not (self._modes or live) and left is None:
             return
         leaves = leaves_of_call(call.args, call.kwargs)
-        if others is not None and (others.reads_numbers or any(map(others.mixes, leaves))):
+        mixes = any(any(map(mode.mixes, leaves)) for mode in (*self._modes, *live))
+        if mixes or any(mode.reads_numbers for mode in self._modes):
             self._refuse(call)
         if left is not None:
             given = [leaf for leaf in leaves if has_rows(leaf)]

@@ -306,6 +306,14 @@ def _advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
     )
 
 
+def gradient_without_samples(gradient: torch.Tensor) -> MemprofError:
+    """The loss uses an output that all samples share, and not as a sum or a mean."""
+    return MemprofError(
+        f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, and not as a "
+        "sum or mean: samples influence one another there. Return outputs whose first dimension is the batch."
+    )
+
+
 def gradient_of_cache(repeated: str) -> MemprofError:
     """Returns the error of a loss that depends on a cache, for a layer that is repeated in backward."""
     return MemprofError(

@@ -42,11 +42,14 @@ from opacus_memprof.clipping.module.calls import (
     detach_for_two_passes,
     device_of,
     gradient_of_cache,
+    gradient_without_samples,
     has_parameters_alone,
     one_pass_fits,
     open_objects,
     without_samples,
 )
+from opacus_memprof.clipping.module.other_samples import OtherSamples
+from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.proof.batches import (
     alias_cached_tensors,
     alias_leaves,
@@ -310,7 +313,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if not (is_off or is_plain_call(args, kwargs)):
             open_objects((args, kwargs))
         self._call = Call(module, args, kwargs, is_off)
-        self._parts.pause()
+        self._parts.begin_call(is_off)
         if is_off:
             self._check_frozen(self._call)
             return None
@@ -335,7 +338,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Checks the inputs of a call without gradients, whose outputs a later call may have as inputs."""
         try:
             if self.registry.model.training:
-                self._parts.check_rows(call, self.registry.model)
+                with unfollowed():
+                    self._parts.check_rows(call, self.registry.model)
         except MemprofError as error:
             self.certificate.refuse(error)
             self.bookkeeping.refusal.add(error)
@@ -411,11 +415,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         self._call = None
         self._proofs.end_forward(call)
+        changed = None
+        try:
+            changed = self._end_call(call, output)
+            return changed
+        finally:
+            self._parts.end_call(call, output if changed is None else changed, self.layer_hooks.batch)
+
+    def _end_call(self, call: Call, output: Any) -> Any:
         if output is None or not self.hooks_enabled:
+            self._parts.resume()
             return None
         if call.is_off:
             if self.registry.model.training and not self.bookkeeping.is_captured:
-                self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)])
+                self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)], None)
             else:
                 self._parts.resume()
             return None
@@ -485,16 +498,17 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for x, _ in others:
             begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
-        if call.random is not None and self._parts.follow(call, outputs):
+        mode = self._parts.follow(call, outputs, hooks.forward) if call.random is not None else None
+        if mode is not None:
             for x, where in outputs:
                 if where is not None:
-                    end = functools.partial(self._end_between, where, hooks.batch)
+                    end = functools.partial(self._end_between, mode, hooks.forward, where)
                     x.register_hook(end)  # type: ignore[no-untyped-call]
         return output
 
-    def _end_between(self, where: Arrangement, batch: int, gradient: torch.Tensor) -> None:
-        """Ends what follows the program between calls, because a backward has reached an output."""
-        self.bookkeeping.loss_mixes |= self._parts.end(where, batch, gradient)
+    def _end_between(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> None:
+        """Ends what follows the program after a call, because a backward has reached its output."""
+        self.bookkeeping.loss_mixes |= self._parts.end(mode, forward, where, gradient)
         self.bookkeeping.loss_carries |= self._parts.carries
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
@@ -504,13 +518,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """
         first = gradient.flatten()[0]  # norms that are not finite have a sentence of their own
         if bool(((gradient != first) & first.isfinite()).any()):
-            self._refuse(
-                MemprofError(
-                    f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, "
-                    "and not as a sum or mean: samples influence one another there. Return outputs whose first "
-                    "dimension is the batch."
-                )
-            )
+            self._refuse(gradient_without_samples(gradient))
 
     def _refuse_cache(self, repeated: Layer, gradient: torch.Tensor) -> None:
         self._refuse(gradient_of_cache(repeated.describe()))

@@ -5,18 +5,18 @@ What is still there after the step stays with the values that it would have, for
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.module.calls import device_of
-from opacus_memprof.clipping.module.read_numbers import ARITHMETIC, ReadNumbers, follow_reads, is_of_few, unfollow_reads
+from opacus_memprof.clipping.module.read_numbers import ARITHMETIC, FollowingMode, ReadNumbers, is_of_few, unfollowed
 from opacus_memprof.clipping.proof.batches import Perturbed, has_rows, has_storage, leaves_of
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
 from opacus_memprof.clipping.proof.summary import (
@@ -47,6 +47,8 @@ _OF_RANKS = ("c10d", "_c10d_functional")
 _CARRIED = 3
 """The plans of what earlier steps have left: one half of their samples are others, the other half, and all."""
 _PRUNED_AFTER = 64
+_MOST_OPERATIONS = 50_000
+"""Of other models and the program, until what an earlier step has left is no longer followed."""
 
 
 class _Unchanged:
@@ -58,7 +60,7 @@ _Storage = torch.UntypedStorage | _Unchanged | Perturbed | None
 """Memory with the values of a plan; None if they are not known."""
 
 
-class OtherSamples(TorchDispatchMode):
+class OtherSamples(FollowingMode):
     """Computes what the program computes from the samples of a call again, for batches with some other samples.
 
     Each operation on a tensor that depends on the call runs once more for each of these batches, with or without
@@ -97,8 +99,9 @@ class OtherSamples(TorchDispatchMode):
         self._seen: dict[int, tuple[bool, bool]] = {}  # whether earlier samples stay in the halves, by their inputs
         self._inputs: list[torch.Tensor] = []  # hashes of the samples' inputs in the calls
         self._stay: list[torch.Tensor] = []  # which samples must stay in the plans of earlier steps
-        self.is_over = False  # whether its backward is over
-        self.is_entered = False
+        self.waiting: set[int] = set()  # the numbers of calls that no backward has reached
+        self.has_ended_some = False  # whether a backward has reached a call
+        self.is_over = False  # whether its backwards are over
         self._count = 0
         self._shared: dict[int, StorageWeakRef] = {}  # of tensors that do not depend on the samples
 
@@ -189,20 +192,6 @@ class OtherSamples(TorchDispatchMode):
             return x.dim() == 1 and any(self.depends(each) and each.dim() > 1 for each in leaves)
         return name == "index" and args[1][0] is None
 
-    def enter(self) -> None:
-        """Enters the mode."""
-        self.is_entered = True
-        follow_reads()
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def leave(self) -> None:
-        """Leaves the mode. If the program has entered another one since, this one stays, without effect."""
-        self.is_on &= _get_current_dispatch_mode() is self
-        if _get_current_dispatch_mode() is self:
-            self.is_entered = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        unfollow_reads()
-
     def keep(self) -> None:
         """Goes on with what is left after its backward, except inputs and labels, which are the program's data.
 
@@ -275,8 +264,9 @@ class OtherSamples(TorchDispatchMode):
                 return True
         return False
 
-    def free(self) -> None:
-        """Frees the tensors, after the backward that has ended the mode's work."""
+    def end(self) -> None:
+        """Ends its work, and frees the tensors. It is left when a model is called."""
+        self.is_over, self.is_on = True, False
         self._others.clear()
         self._shared.clear()
         release()
@@ -353,8 +343,22 @@ class OtherSamples(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_on or not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        with unfollowed():
+            follow = self._prepare(func, args, kwargs) if self.is_on else None
+        output = func(*args, **kwargs)
+        if follow is not None:
+            with unfollowed():
+                follow(output)
+        return output
+
+    def _prepare(self, func: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        """Prepares to follow an operation that the program is about to run.
+
+        Returns:
+            What is called with its output; None if the operation need not be followed.
+        """
         leaves, structure = tree_flatten((args, kwargs))
         name = func._schema.name.split("::")[1]
         if self.is_over:
@@ -365,18 +369,9 @@ class OtherSamples(TorchDispatchMode):
         depends = any(map(self.depends, leaves))
         read = self._numbers_in(name, leaves, depends)
         if not depends and not read:
-            output = func(*args, **kwargs)
-            for x in leaves_of(output) if not self.is_over else ():
-                if has_storage(x) and not self._is_shared(x):
-                    self.share(x)
-                    self.found.add_computed(x)
-            return output
+            return None if self.is_over else self._share_all
         if func.namespace in _OF_RANKS:
-            output = func(*args, **kwargs)
-            for x in leaves_of(output):
-                if has_storage(x):
-                    self._set(x, [None] * self._plans)
-            return output
+            return self._set_unknown
         if name in _OF_CLASSES and args[3] == 1 and not self.is_over:
             self.weighs_unequally |= has_unequal_weights(args[1], args[2], args[4], self.batch)
         plans = range(self._plans)
@@ -392,22 +387,43 @@ class OtherSamples(TorchDispatchMode):
         inputs = {i: [self.other(x, i) if self.depends(x) else x for x in leaves] for i in changed}
         for i in changed if read else ():
             inputs[i] = [numbers[i].get(place, x) for place, x in enumerate(inputs[i])]
-        output = func(*args, **kwargs)
-        others = {i: None if _misses(a, leaves) else self._run(func, a, structure, before) for i, a in inputs.items()}
-        if name == "_local_scalar_dense":
-            if any(each is not None and each != output for each in others.values()):
-                self.reads_numbers |= isinstance(output, bool)
-                self._numbers.add(output, {i: each for i, each in others.items() if each is not None})
-            return output
+
+        def follow(output: Any) -> None:
+            others = {
+                i: None if _misses(a, leaves) else self._run(func, a, structure, before) for i, a in inputs.items()
+            }
+            if name == "_local_scalar_dense":
+                self._note_number(output, others)
+            else:
+                self._set_outputs(name, output, others)
+
+        return follow
+
+    def _share_all(self, output: Any) -> None:
+        for x in leaves_of(output):
+            if has_storage(x) and not self._is_shared(x):
+                self.share(x)
+                self.found.add_computed(x)
+
+    def _set_unknown(self, output: Any) -> None:
+        for x in leaves_of(output):
+            if has_storage(x):
+                self._set(x, [None] * self._plans)
+
+    def _note_number(self, number: Any, others: dict[int, Any]) -> None:
+        if any(each is not None and each != number for each in others.values()):
+            self.reads_numbers |= isinstance(number, bool)
+            self._numbers.add(number, {i: each for i, each in others.items() if each is not None})
+
+    def _set_outputs(self, name: str, output: Any, others: dict[int, Any]) -> None:
         for place, x in enumerate(leaves_of(output)):
-            if isinstance(x, torch.Tensor) and changed and not self.depends(x):
+            if isinstance(x, torch.Tensor) and others and not self.depends(x):
                 found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
                 like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
-                self._set(x, [like.get(i, _UNCHANGED) for i in plans])
+                self._set(x, [like.get(i, _UNCHANGED) for i in range(self._plans)])
                 # Gradients; flash_clip keeps copies of some.
                 if torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x)):
                     self._given.add(x.untyped_storage()._cdata)
-        return output
 
     def _is_changed(self, x: Any, plan: int) -> bool:
         """Returns whether a value is another one in a plan, or not known there."""
@@ -423,7 +439,6 @@ class OtherSamples(TorchDispatchMode):
         return {i: x for i, x in others.items() if isinstance(x, torch.Tensor) or x != leaves[i]}
 
     def note_read(self, x: torch.Tensor) -> None:
-        """Notes that the program reads all numbers of a tensor, as a list or an array."""
         if self.is_on and has_storage(x):
             with torch.no_grad(), _disable_current_modes():
                 others = {i: self.other(x, i) for i in range(self._plans) if self._is_changed(x, i)}
@@ -434,7 +449,7 @@ class OtherSamples(TorchDispatchMode):
         self._count += 1
         if self._count % _PRUNED_AFTER == 0:
             self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
-            self.is_on = bool(self._others)
+            self.is_on = bool(self._others) and self._count < _MOST_OPERATIONS
 
     def _numbers_in(self, name: str, leaves: Sequence[Any], depends: bool) -> dict[int, bool]:
         """Returns which arguments of an operation are numbers, or tensors of numbers, that the program has read.

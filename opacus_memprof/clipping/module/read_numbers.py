@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that a program reads of the samples of a call, and what it may compute from them outside of torch."""
+"""The numbers that a program reads of the samples of a call, and what it may compute from them outside of torch.
+
+Numbers are read by operations, or without one: of that, the modes that follow a program are told here.
+"""
 
 import functools
 import math
 import statistics
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from opacus_memprof.clipping.proof.summary import Tensors
 
@@ -285,18 +290,82 @@ _READERS: dict[str, Callable[..., Any]] = {name: getattr(torch.Tensor, name) for
 """Methods by which numbers leave a tensor without an operation."""
 
 
-def follow_reads() -> None:
-    """Makes tensors tell the dispatch modes that are on when their numbers are read without an operation."""
-    for name, read in _READERS.items():
-        setattr(torch.Tensor, name, _noted(read))
+class FollowingMode(TorchDispatchMode):
+    """A mode that follows what a program computes, in no `with` block: it is entered and left in hooks.
+
+    Several models may each have one on at the same time, and a program may enter and leave modes of its own meanwhile.
+    """
+
+    @abstractmethod
+    def note_read(self, x: torch.Tensor) -> None:
+        """Notes that the program reads all numbers of a tensor, as a list or an array."""
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether it is on, in this thread."""
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
+    def enter(self) -> None:
+        """Makes it the outermost mode, so that it can stay on where a `with` block of the program ends."""
+        for name, read in _READERS.items():
+            setattr(torch.Tensor, name, _noted(read))
+        inner = _leave_to(0)
+        self.__enter__()  # type: ignore[no-untyped-call]
+        _enter_again(inner)
+
+    def leave(self) -> None:
+        """Leaves it, whatever modes were entered since. These stay on."""
+        stack = _modes()
+        if self not in stack:
+            return
+        inner = _leave_to(stack.index(self))
+        _enter_again(inner[1:])
+        if not following_modes():
+            for name in _READERS.keys() & vars(torch.Tensor).keys():
+                delattr(torch.Tensor, name)
 
 
-def unfollow_reads() -> None:
-    """Undoes `follow_reads`, unless a mode that is still on, such as another model's, is told of reads."""
-    if any(hasattr(mode, "note_read") for mode in _get_current_dispatch_mode_stack()):
+def _modes() -> list[TorchDispatchMode]:
+    """Returns the modes of this thread, the innermost one last, without those that PyTorch keeps apart from them."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+def _leave_to(count: int) -> list[TorchDispatchMode]:
+    """Leaves all modes but the outermost ones, and returns them."""
+    inner = _modes()[count:]
+    for mode in reversed(inner):
+        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+    return inner
+
+
+def _enter_again(modes: list[TorchDispatchMode]) -> None:
+    for mode in modes:
+        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+
+
+def following_modes() -> list[FollowingMode]:
+    """Returns the modes that follow the program in this thread, the innermost one last."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FollowingMode)]
+
+
+def makes_no_values() -> bool:
+    """Returns whether operations have no values, as those of fake tensors."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def unfollowed() -> Iterator[None]:
+    """Inside the context no mode follows what is computed, as it is not the program that computes it."""
+    if not following_modes():
+        yield
         return
-    for name in _READERS.keys() & vars(torch.Tensor).keys():
-        delattr(torch.Tensor, name)
+    before = _leave_to(0)
+    _enter_again([mode for mode in before if not isinstance(mode, FollowingMode)])
+    try:
+        yield
+    finally:
+        _leave_to(0)
+        _enter_again(before)
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,9 +373,8 @@ def _noted(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, "note_read"):
-                mode.note_read(x)
+        for mode in following_modes():
+            mode.note_read(x)
         return read(x, *args, **kwargs)
 
     return noted

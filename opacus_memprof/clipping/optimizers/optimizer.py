@@ -23,6 +23,7 @@ from opacus_memprof.clipping.arguments import (
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
+from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, unexpected_size
 from opacus_memprof.clipping.workspace import batches, is_low_precision
 from opacus_memprof.errors import MemprofError
@@ -323,7 +324,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         self._params_of_step = self.params
         try:
-            return self._pre_step()
+            with unfollowed():  # also by another model, whose loss comes later
+                return self._pre_step()
         finally:
             self._params_of_step = None
 

@@ -22,8 +22,8 @@ from tests.exactness.judge import Batch, Verdict
 from tests.exactness.program import Graph, Program
 from tests.exactness.tensors import norm_of, seed_all
 
-Train = Callable[[torch.Tensor], Any]
-"""Called with the losses, [B]: backward and step."""
+Train = Callable[..., Any]
+"""Called with the losses, [B], of one backward or of several: backward and step."""
 Body = Callable[[Any, Batch, Train, Any], None]
 """One step of a loop: called with the model, the batch, what trains, and the loop's own state."""
 
@@ -473,9 +473,10 @@ def _sums_by_hand(body: Body, build: Callable[[], nn.Module], batches: list[Batc
     state = _state(model)
     for batch in batches:
 
-        def train(losses: torch.Tensor, batch: Batch = batch) -> None:
+        def train(*parts: torch.Tensor, batch: Batch = batch) -> None:
             total = [torch.zeros_like(p) for p in model.parameters()]
-            for loss, index in zip(losses, batch["index"].tolist(), strict=True):
+            indices = batch["index"].tolist()
+            for loss, index in [each for losses in parts for each in zip(losses, indices, strict=False)]:
                 g = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
                 factor = min(1.0, _BOUND / (norm_of(g) + 1e-6)) if index != others else 0.0
                 total = [a + factor * each for a, each in zip(total, g, strict=True)]
@@ -513,8 +514,9 @@ def _run(body: Body, build: Callable[[], nn.Module], batches: list[Batch], **opt
         loss_reduction="sum",
     )
 
-    def train(losses: torch.Tensor) -> None:
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+    def train(*parts: torch.Tensor) -> None:
+        for i, losses in enumerate(parts):
+            losses.sum().backward(retain_graph=i + 1 < len(parts))  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -166,18 +166,25 @@ _CLEAN: dict[str, Body] = {
 }
 
 
+def moved_by_a_sample(body: Body, batches: list[Batch]) -> float:
+    """How far a sample of the first or second step moves the sums of other samples, in units of C."""
+    moved = 0.0
+    for step, first in enumerate(batches[:2]):
+        for n in (0, _SIZE - 1):
+            other = {**first, "x": first["x"].clone()}
+            other["x"][n] = -3 * first["x"][n] + 1
+            changed = [other if at == step else each for at, each in enumerate(batches)]
+            index = int(first["index"][n])
+            sums = [_sums_by_hand(body, _model, each, index) for each in (batches, changed)]
+            for a, b in zip(*sums, strict=True):
+                moved = max(moved, norm_of([x - y for x, y in zip(a, b, strict=True)]) / _BOUND)
+    return moved
+
+
 def _program(name: str, body: Body) -> Program:
     def run(seed: int) -> Verdict:
-        batches, moved, is_clean = _batches(seed, ""), 0.0, name in _CLEAN
-        for step, first in enumerate(batches[:2]):
-            for n in (0, _SIZE - 1):
-                other = {**first, "x": first["x"].clone()}
-                other["x"][n] = -3 * first["x"][n] + 1
-                changed = [other if at == step else each for at, each in enumerate(batches)]
-                index = int(first["index"][n])
-                sums = [_sums_by_hand(body, _model, each, index) for each in (batches, changed)]
-                for a, b in zip(*sums, strict=True):
-                    moved = max(moved, norm_of([x - y for x, y in zip(a, b, strict=True)]) / _BOUND)
+        batches, is_clean = _batches(seed, ""), name in _CLEAN
+        moved = moved_by_a_sample(body, batches)
         if is_clean != (moved < 1e-9):
             return Verdict("crash", moved, f"the program moves other samples' sums by {moved:.3g} C")
         message = _run(body, _model, batches)
