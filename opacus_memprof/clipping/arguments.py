@@ -292,6 +292,10 @@ class ClipRule:
         self.bound = float(bound)
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
+    def values(self) -> tuple[str, float, list[float]]:
+        """Returns the kind of clipping and the bounds."""
+        return self.clipping, self.bound, self.bounds.copy()
+
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
         """Returns the clip factors, [B], of gradients whose norms are `norms`, [B].
 
@@ -305,6 +309,19 @@ class ClipRule:
     def factors_of(self, index: int, norms: torch.Tensor) -> torch.Tensor:
         """Returns the clip factors, [B], for the gradients of the parameter at `index` in the optimizer."""
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
+
+
+def check_own_rule(own: tuple[str, float, list[float]], rule: ClipRule) -> None:
+    """Checks that a model is clipped by the rule that an optimizer has set.
+
+    Raises:
+        MemprofError: another optimizer of the model has set another one.
+    """
+    if rule.values() != own:
+        raise MemprofError(
+            f"another optimizer was made for this model, with clipping={rule.clipping!r} and the bound {rule.bound:g}, "
+            f"but this one has {own[0]!r} and {own[1]:g}: step the newer one, or give both the same bounds."
+        )
 
 
 def check_trained(names: Mapping[Any, str], held: Sequence[Any], rule: ClipRule) -> None:

@@ -208,6 +208,11 @@ class _FindsModule:
             if hooks.passes == 2:
                 raise MemprofError("passes=2 finds one clip factor for all parameters; use 1 with 'per_layer'.")
             hooks.passes = 1
+        if any(each.clipped for each in hooks.bookkeeping.backward_passes()):
+            raise MemprofError(
+                "the model's gradients were clipped in two passes before this optimizer was made, which has the bound: "
+                "make the optimizer before the first backward."
+            )
         hooks.bookkeeping.rule = rule
         super().__init__(  # type: ignore[call-arg]
             optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,

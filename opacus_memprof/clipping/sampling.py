@@ -56,10 +56,11 @@ class DrawnBatches:
     Attributes:
         steps: the number of steps that have used some.
         mismatches: the number of these steps whose number of samples was another.
+        iterations: how often the loader was iterated.
     """
 
     def __init__(self) -> None:
-        self.steps = self.mismatches = 0
+        self.steps = self.mismatches = self.iterations = 0
         self._sizes: deque[int] = deque(maxlen=64)
 
     def use(self, samples: int) -> None:
@@ -90,6 +91,7 @@ class DrawnBatches:
         plain = type(sampler)
 
         def iterate(self: Any) -> Iterator[Any]:
+            found.iterations += 1
             for indices in plain.__iter__(self):
                 found._sizes.append(len(indices))
                 yield indices
@@ -102,13 +104,15 @@ class DrawnBatches:
 def unexpected_size(samples: int, expected: float, drawn: DrawnBatches | None) -> str:
     """Returns a warning if steps have another number of samples than expected, or "".
 
-    More samples than expected are allowed where Poisson sampling explains them.
+    More samples than expected are allowed where Poisson sampling explains them. Called once for each step.
 
     Args:
         samples: the number of samples of this step.
         expected: their expected number; 0 if it is unknown.
         drawn: the batches that the loader has drawn, if their sizes are noted.
     """
+    if drawn is not None:
+        drawn.use(samples)
     if expected and samples > expected + 10 * math.sqrt(expected) + 10:
         what = f"a step has clipped {samples} samples, where make_private was told of {expected} on average"
     elif drawn is not None and drawn.mostly_mismatch():
@@ -138,24 +142,42 @@ class AnnouncedParts:
     def __init__(self, skips: list[bool]) -> None:
         self._skips = skips
         self._iteration: FrameType | None = None  # of BatchMemoryManager's loader
+        self._is_managed = False  # whether the last part is BatchMemoryManager's, and not announced by the program
+        self._drawn_iterations = 0  # of the loader that BatchMemoryManager splits, at the last part
         self._settled_forward = 0  # the number of the last forward for which no step is awaited
         self._left_forwards: dict[int, None] = {}  # later ones, after which another part was announced
 
     def begin_iteration(self, caller: FrameType) -> bool:
         """Returns whether the caller, which announces a part, is a new iteration of BatchMemoryManager's loader."""
-        if caller.f_code is not BatchSplittingSampler.__iter__.__code__ or caller is self._iteration:
+        self._is_managed = caller.f_code is BatchSplittingSampler.__iter__.__code__
+        if not self._is_managed or caller is self._iteration:
             return False
         self._iteration = caller
         return True
 
-    def announce(self, forward: int) -> None:
+    def announce(self, forward: int, drawn: DrawnBatches | None) -> None:
         """Notes that a part is about to be announced.
 
         Args:
             forward: the number of the last forward.
+            drawn: the batches that the loader has drawn, if they are noted.
         """
+        self._drawn_iterations = drawn.iterations if drawn is not None else 0
         if self._skips and forward > self._settled_forward:
             self._left_forwards[forward] = None
+
+    def are_left(self, is_unfinished: bool, drawn: DrawnBatches | None) -> bool:
+        """Returns whether a step is of a batch that BatchMemoryManager has not announced, while it has others.
+
+        The loop over its batches was left then, and another one began over the loader itself.
+
+        Args:
+            is_unfinished: whether parts of a logical batch wait for their step.
+            drawn: the batches that the loader has drawn, if they are noted.
+        """
+        if not self._is_managed or not (is_unfinished or self._skips):
+            return False
+        return not self._skips or (drawn is not None and drawn.iterations != self._drawn_iterations)
 
     def give_up(self, forward: int, count: int | None = None) -> None:
         """Drops the first `count` announced parts, or all. No step is awaited for the forwards so far."""

@@ -106,6 +106,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_low_precision(dtype) else dtype.to_real()
 
 
+def rounded_target(parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that a parameter's clipped sum with noise is rounded to; the sum itself if it is not."""
+    if parameter.is_complex() or total.dtype == parameter.dtype:
+        return total
+    return torch.empty_like(total, dtype=parameter.dtype)
+
+
 @functools.cache
 def has_triton() -> bool:
     """Returns whether Triton is installed. PyTorch's CUDA wheels for Linux depend on it; others do not."""

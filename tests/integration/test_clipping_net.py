@@ -14,6 +14,7 @@ from torch import nn
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.clipping.arguments import ClipRule
+from opacus_memprof.clipping.sampling import DrawnBatches
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import make_private, vector_data
 
@@ -377,6 +378,27 @@ def test_an_unfinished_logical_batch_is_dropped_when_the_loop_ends(
                     optimizer.zero_grad()
     assert not optimizer._step_skip_queue
     torch.testing.assert_close(found[0], by_hand)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_batch_that_its_loop_has_left_joins_no_other(is_ahead: bool) -> None:
+    """After the loop over parts is left, a loop over the loader itself has batches of its own."""
+    module, optimizer, manager, by_hand = _split()
+    optimizer.drawn = DrawnBatches.of(manager.data_loader)  # as of make_private with Poisson sampling
+    with manager as parts:
+        iterator = iter(parts)
+        x, _ = next(iterator)
+        module(x).sum().backward()
+        optimizer.step()
+        if is_ahead:  # as workers are
+            next(iterator)
+    for x, _ in manager.data_loader:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        with pytest.warns(UserWarning, match="or was left, before a logical batch has come to its step"):
+            optimizer.step()
+    assert not optimizer._is_last_step_skipped
+    torch.testing.assert_close(module._module.weight.grad[0], by_hand)
 
 
 def test_an_inspected_batch_does_not_count_as_a_step() -> None:

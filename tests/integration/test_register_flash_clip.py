@@ -213,9 +213,19 @@ def test_refusals() -> None:
         get_optimizer_class("soft", False, "flash_clip")
     with pytest.raises(MemprofError, match="'adaptive' trains on one device"):
         get_optimizer_class("adaptive", True, "flash_clip")
+    first = make_optimizer(private.parameters())
+    losses(private, batch()).sum().backward()
+    make_optimizer(private.parameters(), max_grad_norm=3 * BOUND)
+    with pytest.raises(MemprofError, match=r"made for this model, .*bound 1.2, but this one has 'flat' and 0.4"):
+        first.step()
     private.remove_hooks()
     with pytest.raises(MemprofError, match="belong to no flash_clip module"):
         make_optimizer(private.parameters())
+    clipping.register(passes=2)
+    early: Any = wrap_model(mlp(), "flash_clip", loss_reduction="sum")
+    losses(early, batch()).sum().backward()
+    with pytest.raises(MemprofError, match="clipped in two passes before this optimizer was made"):
+        make_optimizer(early.parameters())
     with pytest.raises(MemprofError, match="Sequential is in evaluation mode, where its normalization layers"):
         wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval(), "flash_clip")
     with pytest.raises(MemprofError, match="passes is 3"):

@@ -11,10 +11,12 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.arguments import (
     check_expected_size,
+    check_own_rule,
     check_same_reduction,
     check_trained,
     is_bound,
@@ -25,7 +27,7 @@ from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, unexpected_size
-from opacus_memprof.clipping.workspace import batches, is_low_precision
+from opacus_memprof.clipping.workspace import batches, is_low_precision, rounded_target
 from opacus_memprof.errors import MemprofError
 
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
@@ -62,6 +64,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     ranks = 1
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
+    _is_last_step_skipped: bool
     _is_alone = True  # whether a sum is complete when it is formed
     _params_of_step: list[Any] | None = None  # while a step is prepared
     drawn: DrawnBatches | None = None
@@ -100,6 +103,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         self.bookkeeping.rule.set_bound(value)
+        self._own_rule = self.bookkeeping.rule.values()
 
     @property
     def noise_multiplier(self) -> float:
@@ -159,6 +163,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         In recorded steps, also checks that the outputs explain all of them.
         """
         self._follow_model()
+        check_own_rule(self._own_rule, self.bookkeeping.rule)
         self.bookkeeping.check_complete(self.params, self._names, self._module.called_layers())
         self._module.check_explained()
 
@@ -259,7 +264,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             del total
         targets = norms = None
         if check is not None:
-            targets = [self._rounded_target(parameter) for parameter in noisy]
+            targets = [rounded_target(parameter, parameter.summed_grad) for parameter in noisy]
             norms = torch.zeros(len(totals), dtype=torch.float64, device=totals[0].device)
             check.add_norms(norms)
         sums.add_noise(
@@ -282,12 +287,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
             else:
                 _mark_as_processed(parameter.summed_grad)
 
-    def _rounded_target(self, parameter: Any) -> torch.Tensor:
-        total: torch.Tensor = parameter.summed_grad
-        if parameter.is_complex() or total.dtype == parameter.dtype:
-            return total
-        return torch.empty_like(total, dtype=parameter.dtype)
-
     def _is_final(self, parameter: nn.Parameter) -> bool:
         """Returns whether `p.summed_grad` with its noise can be rounded, because nothing more is added to it."""
         return True
@@ -308,6 +307,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Returns whether this process adds the noise of the parameter."""
         return True
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         found: float | None = super().step(closure)
         self._module.end_step()
@@ -334,6 +334,8 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         self._module.begin_step()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
+        if self._parts.are_left(self._is_last_step_skipped, self.drawn):
+            self._give_up_unfinished(keeps_backward=True)
         left_part = self._parts.begin_step(self._module.layer_hooks.forward)
         self.bookkeeping.refusal.error = self.bookkeeping.refusal.error or left_part
         skips = self._check_skip_next_step()
@@ -377,23 +379,24 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """
         if self._parts.begin_iteration(sys._getframe(1)):
             self._give_up_unfinished()
-        self._parts.announce(self._module.layer_hooks.forward)
+        self._parts.announce(self._module.layer_hooks.forward, self.drawn)
         super().signal_skip_step(do_skip)
 
-    def _give_up_unfinished(self) -> None:
-        """Gives up the logical batch of which parts are kept or announced."""
+    def _give_up_unfinished(self, keeps_backward: bool = False) -> None:
+        """Gives up the logical batch of which parts are kept or announced. The last backward may be another's."""
         if not self._is_last_step_skipped and not self._step_skip_queue:
             return
         if self._is_last_step_skipped:
             warnings.warn(
-                "BatchMemoryManager begins anew before a logical batch has come to its step: what was clipped of this "
-                "batch is left out.",
+                "BatchMemoryManager begins anew, or was left, before a logical batch has come to its step: what was "
+                "clipped of this batch is left out.",
                 stacklevel=4,
             )
         self._parts.give_up(self._module.layer_hooks.forward)
         self._is_last_step_skipped = False
         self.bookkeeping.refusal.raised = 0
-        self.bookkeeping.clear()
+        if not keeps_backward:
+            self.bookkeeping.clear()
         self._forget_sums()
 
     def _give_up_refused(self) -> None:
@@ -460,14 +463,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         if self.loss_reduction == "mean":
             check_expected_size(self.expected_batch_size)
         own = [each.batch_size for each in self.bookkeeping.backward_passes()]
-        samples = self.bookkeeping.limit.samples + sum(own)
-        size = self.expected_batch_size
-        expected = size * max(1, len(own)) if is_bound(size) else 0
-        if self.drawn is not None:
-            self.drawn.use(samples)
-        if self._has_warned:
-            return
-        if warning := unexpected_size(samples, expected, self.drawn):
+        expected = self.expected_batch_size * max(1, len(own)) if is_bound(self.expected_batch_size) else 0
+        warning = unexpected_size(self.bookkeeping.limit.samples + sum(own), expected, self.drawn)
+        if warning and not self._has_warned:
             warnings.warn(warning, stacklevel=5)
             self._has_warned = True
 
@@ -494,6 +492,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """Divides the gradients by `grad_divisor()`, unless `add_noise` has done so."""
         sums.divide([p.grad for p in self.params], self.grad_divisor())
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients and the tensors that backward has kept, but not the clipped sums of skipped steps.
 

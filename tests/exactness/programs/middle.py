@@ -335,6 +335,26 @@ def _in_eval_for_its_backward(seed: int) -> Verdict:
     return worst
 
 
+def _compiled_step(seed: int) -> Verdict:
+    """A whole step that is compiled: flash_clip's own part of it runs as it is."""
+    model, module, optimizer, _ = _private(seed, loss_reduction="sum")
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        _losses(module, x).sum().backward()
+        optimizer.step()
+
+    worst = Verdict("exact")
+    for number in range(3):
+        x = _rows()
+        expected = _by_hand(model, x, [5.0] * 4, True)
+        step(x)
+        worst = worst.worse(_compare(_gradients(model), expected, number))
+    return worst
+
+
 def _of_hooks(clipping: str, mode: str) -> Callable[[int], Verdict]:
     def run(seed: int) -> Verdict:
         _private(seed, clipping=clipping, grad_sample_mode=mode)
@@ -387,6 +407,7 @@ PROGRAMS = [
     _middle("weight_norm_is_logged", "exact", _reads_weights(0.0)),
     _middle("weight_norm_is_penalized", "refused", _reads_weights(0.1)),
     _middle("weights_are_averaged", "exact", _averaged),
+    _middle("compiled_step", "exact", _compiled_step),
     _middle("eval_for_its_backward", "exact", _in_eval_for_its_backward),
     *(
         _middle(f"{clipping}_in_{mode}", "refused", _of_hooks(clipping, mode))
