@@ -617,3 +617,21 @@ def test_an_output_that_compares_all_samples_is_named(has_scale: bool) -> None:
 
     with pytest.raises(MemprofError, match=r"an output of the model of shape \(3, 3\) mixes the 3 samples"):
         GradSampleModuleFlashClip(Compared())(torch.randn(6, 9), torch.randn(6, 5))
+
+
+def test_norms_of_the_step_before_cannot_weigh_losses() -> None:
+    """They are numbers of other samples, which flash_clip itself has computed and gives to the program."""
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip")
+
+    def step(weight: float) -> None:
+        losses = module(torch.randn(4, 9, dtype=torch.float64)).square().sum(1)
+        (weight * losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1.0)
+    print(float(module.per_sample_gradient_norms.max()))  # looking at them changes nothing
+    step(2.0)
+    with pytest.raises(MemprofError, match="left in an earlier step"):
+        for _ in range(3):
+            step(float(module.per_sample_gradient_norms.mean()))

@@ -186,6 +186,13 @@ class Parts:
             mode.keep()
         self._left = mode
 
+    def add_samples(self, x: torch.Tensor) -> None:
+        """Notes that a tensor has a number of each sample of the step before, such as the norms of their gradients."""
+        left = self._left
+        if left is not None and left.is_on and left.batch == len(x):
+            with unfollowed():
+                left.add(x, PLAIN, is_given=False)
+
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""
         self._outputs += [(get_gradient_edge(x), where, batch) for x, where in outputs if where is not None]

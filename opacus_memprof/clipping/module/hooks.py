@@ -152,6 +152,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """The per-sample gradient norms, [B], of the last batch. Not private: for debugging only."""
         if self.bookkeeping.norms is None:
             raise AttributeError("per_sample_gradient_norms is set by optimizer.step(), after forward and backward.")
+        self._parts.add_samples(self.bookkeeping.norms)
         return self.bookkeeping.norms
 
     @property

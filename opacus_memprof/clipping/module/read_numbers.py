@@ -326,7 +326,7 @@ class FollowingMode(TorchDispatchMode):
 
 
 def _modes() -> list[TorchDispatchMode]:
-    """Returns the modes of this thread, the innermost one last, without those that PyTorch keeps apart from them."""
+    """Returns the modes of this thread, the innermost one last, without PyTorch's own, which it keeps apart."""
     return [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
 
 
