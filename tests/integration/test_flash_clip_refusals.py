@@ -632,6 +632,10 @@ def test_norms_of_the_step_before_cannot_weigh_losses() -> None:
     step(1.0)
     print(float(module.per_sample_gradient_norms.max()))  # looking at them changes nothing
     step(2.0)
-    with pytest.raises(MemprofError, match="left in an earlier step"):
+
+    def weighed_steps() -> None:
         for _ in range(3):
             step(float(module.per_sample_gradient_norms.mean()))
+
+    with pytest.raises(MemprofError, match="left in an earlier step"):
+        weighed_steps()
