@@ -25,7 +25,7 @@ FAULTS = [
     Fault(
         "rows_between_calls",
         "module/between_calls.py",
-        "any(any(map(mode.mixes, leaves)) for mode in (*self._modes, *live))",
+        "any(any(map(mode.mixes, leaves)) for mode in modes)",
         "False",
         "Detached values of other samples reach the next call.",
         programs("parts_detached_mean"),

@@ -110,12 +110,13 @@ class Parts:
         """Stops to follow what the program computes, because it calls the model.
 
         Other models' modes do not follow a call that is proved not to mix samples: its operations are those of a proof.
+        Where no loss is to come any more, they end: their training may have, too.
         """
         self.pause()
         for mode in following_modes():
             if isinstance(mode, OtherSamples):
                 mode.leave()
-                if mode.is_on or not mode.is_over:  # otherwise nothing is left to follow
+                if mode.is_needed():
                     self._of_models.append(mode)
         if is_off:
             self._follow_by_others()
@@ -126,7 +127,7 @@ class Parts:
         places = call.situation.arrangements if call.situation is not None else arrangements_by_shape(tensors, batch)
         with unfollowed():
             for mode in self._of_models if not call.is_off else ():
-                if mode.is_over or mode.batch != batch:
+                if mode.batch != batch:
                     continue
                 for x, where in zip(tensors, places, strict=False):
                     if where is not None and has_rows(x) and x.untyped_storage().nbytes() <= OTHER_BYTES:
@@ -263,11 +264,11 @@ class Parts:
             MemprofError: it does.
         """
         left = self._left
-        live = [mode for mode in self._of_models if not mode.is_over]
-        if not (self._modes or live) and left is None:
+        modes = [*self._modes, *self._of_models]
+        if not modes and left is None:
             return
         leaves = leaves_of_call(call.args, call.kwargs)
-        mixes = any(any(map(mode.mixes, leaves)) for mode in (*self._modes, *live))
+        mixes = any(any(map(mode.mixes, leaves)) for mode in modes)
         if mixes or any(mode.reads_numbers for mode in self._modes):
             self._refuse(call)
         if left is not None:

@@ -428,7 +428,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._parts.resume()
             return None
         if call.is_off:
-            if self.registry.model.training and not self.bookkeeping.is_captured:
+            is_refused = self.bookkeeping.refusal.error is not None
+            if self.registry.model.training and not self.bookkeeping.is_captured and not is_refused:
                 self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)], None)
             else:
                 self._parts.resume()

@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
 from opacus_memprof.clipping.module.calls import device_of
-from opacus_memprof.clipping.module.read_numbers import ARITHMETIC, FollowingMode, ReadNumbers, is_of_few, unfollowed
+from opacus_memprof.clipping.module.read_numbers import (
+    ARITHMETIC,
+    FollowingMode,
+    ReadNumbers,
+    is_of_few,
+    makes_no_values,
+    unfollowed,
+)
 from opacus_memprof.clipping.proof.batches import Perturbed, has_rows, has_storage, leaves_of
 from opacus_memprof.clipping.proof.recorder import differing, far_apart
 from opacus_memprof.clipping.proof.summary import (
@@ -47,8 +54,6 @@ _OF_RANKS = ("c10d", "_c10d_functional")
 _CARRIED = 3
 """The plans of what earlier steps have left: one half of their samples are others, the other half, and all."""
 _PRUNED_AFTER = 64
-_MOST_OPERATIONS = 50_000
-"""Of other models and the program, until what an earlier step has left is no longer followed."""
 
 
 class _Unchanged:
@@ -264,8 +269,19 @@ class OtherSamples(FollowingMode):
                 return True
         return False
 
+    def is_needed(self) -> bool:
+        """Returns whether a loss may come that is computed from the samples. Not after a backward that has failed."""
+        own = self._given | self._labels  # the program's data
+        alive = (not each.expired() for key, (each, _) in self._others.items() if key not in own)  # type: ignore[no-untyped-call]
+        return self.is_on and not self.is_over and (bool(self._numbers.read) or self.reads_numbers or any(alive))
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Returns whether the program's functions are compiled under it. A loss would not be seen in one."""
+        return self.is_over
+
     def end(self) -> None:
-        """Ends its work, and frees the tensors. It is left when a model is called."""
+        """Ends its work, and frees the tensors."""
+        self.leave()
         self.is_over, self.is_on = True, False
         self._others.clear()
         self._shared.clear()
@@ -343,8 +359,10 @@ class OtherSamples(FollowingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload) or makes_no_values():
             return func(*args, **kwargs)
+        if self.is_on and not self.is_over and not self.is_needed():  # such as after the last call of a training
+            self.is_on, self.is_over = False, True
         with unfollowed():
             follow = self._prepare(func, args, kwargs) if self.is_on else None
         output = func(*args, **kwargs)
@@ -449,7 +467,7 @@ class OtherSamples(FollowingMode):
         self._count += 1
         if self._count % _PRUNED_AFTER == 0:
             self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
-            self.is_on = bool(self._others) and self._count < _MOST_OPERATIONS
+            self.is_on = bool(self._others)
 
     def _numbers_in(self, name: str, leaves: Sequence[Any], depends: bool) -> dict[int, bool]:
         """Returns which arguments of an operation are numbers, or tensors of numbers, that the program has read.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from tests.exactness.judge import Batch, Verdict
 from tests.exactness.program import Program
-from tests.exactness.programs.left import _BOUND, Body, Train, _batches, _carried, _entropy, _model, _run, _squares
+from tests.exactness.programs.left import _BOUND, Body, Train, _batches, _entropy, _model, _run, _squares
 from tests.exactness.programs.outside import moved_by_a_sample
 
 Weigh = Callable[[torch.Tensor], torch.Tensor]
@@ -176,15 +176,6 @@ _ORDERS: dict[str, Callable[[Weigh], Body]] = {
 }
 
 
-# --- a state that the second training interrupts ---
-def _queue_of_others(m: Any, b: Batch, train: Train, s: Any) -> None:
-    """What the step leaves is computed after a step of the other training, for the next step."""
-    h = m(b["x"])
-    train(_squares(h) + (s.center * h).sum(1))
-    _trains_another(m, b, s)
-    s.center = 0.9 * s.center + h.detach().mean(0)
-
-
 def _weighed(losses: torch.Tensor) -> torch.Tensor:
     return losses / losses.detach().sum()
 
@@ -196,7 +187,7 @@ def _halved(losses: torch.Tensor) -> torch.Tensor:
 def _program(name: str, body: Body, is_clean: bool) -> Program:
     def run(seed: int) -> Verdict:
         batches = _batches(seed, "")
-        moved = max(moved_by_a_sample(body, batches), _carried(body, _model, batches))
+        moved = moved_by_a_sample(body, batches)
         if is_clean != (moved < 1e-9):
             return Verdict("crash", moved, f"the program moves other samples' sums by {moved:.3g} C")
         message = _run(body, _model, batches)
@@ -215,5 +206,4 @@ _BODIES: dict[str, Callable[[Weigh], Body]] = {
 PROGRAMS = [
     *(_program(f"{name}_and_mixes", make(_weighed), False) for name, make in _BODIES.items()),
     *(_program(name, make(_halved), True) for name, make in _BODIES.items()),
-    _program("queue_of_others", _queue_of_others, False),
 ]
