@@ -26,7 +26,8 @@ class GraphedBackward:
     Noise, the accountant and the update stay in `optimizer.step()`, which is called as always. The check that gradient
     norms are finite stays there, too. Some batches run without the graph: batches whose shapes differ from the
     example's, as the last one of a Poisson sampler; all batches while the model or the clipping differs from the
-    captured state; and the steps in which a proof is repeated.
+    captured state; and the steps in which a proof is repeated, or the program's own computations are checked: the first
+    three at least, unless `check` is "off" or "first".
 
     The graph has memory of its own for as long as this object lives: as much as a step needs in addition to the model.
 
@@ -80,6 +81,7 @@ class GraphedBackward:
             self._warm_up()
             self._situation = module.last_situation
             self._capture()
+        module.forget_calls()  # no loop ran between these calls, which could have kept something for the next one
         self._state = self._captured_state()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
@@ -107,9 +109,10 @@ class GraphedBackward:
         return self._loss.clone()
 
     def _is_check_due(self) -> bool:
-        """Returns whether the next forward must repeat a proof, which a replay cannot do."""
+        """Returns whether the next forward must repeat a proof, or be followed to the next step: a replay cannot."""
         situation = self._situation
-        return situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
+        is_proved_again = situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
+        return is_proved_again or self._module.are_calls_checked()
 
     def _captured_state(self) -> tuple[Any, ...]:
         """Returns the state that a replay repeats as it was captured.

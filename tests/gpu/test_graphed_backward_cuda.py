@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import opacus_memprof
 from opacus_memprof.clipping import GraphedBackward
+from opacus_memprof.clipping.arguments import Check
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import MODELS, assert_same, criterion, make_private, parameters
 
@@ -80,12 +81,12 @@ def exact_products() -> Any:
 def test_the_parameters_are_those_without_a_graph(
     name: str, dtype: torch.dtype, tolerance: float, clipping: str
 ) -> None:
-    """Also with batches of other sizes between them, and an empty one, which go without the graph."""
-    sizes = [4, 4, 3, 4, 0, 4]
+    """Also with batches of other sizes between them, and an empty one, and in steps 1 and 2: without the graph."""
+    sizes = [4, 4, 4, 3, 4, 0, 4]
     given = batches(name, sizes, dtype)
     count = len(list(MODELS[name][0]().parameters()))
     bound = [0.1 + 0.01 * i for i in range(count)] if clipping == "per_layer" else 0.3
-    graphed, eager = both(name, dtype, given[1], clipping=clipping, max_grad_norm=bound)
+    graphed, eager = both(name, dtype, given[1], clipping=clipping, max_grad_norm=bound, check="first")
     for batch in given:
         losses = graphed.step(batch), eager.step(batch)
         torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -99,7 +100,7 @@ def test_the_parameters_are_those_without_a_graph(
 def test_physical_batches_add_up() -> None:
     """Steps that BatchMemoryManager skips, of which the last part of a batch is smaller than the example."""
     (example,) = batches("transformer", [3])
-    graphed, eager = both("transformer", torch.float64, example, batch=8)
+    graphed, eager = both("transformer", torch.float64, example, batch=8, check="off")
     for each in (graphed, eager):
         with BatchMemoryManager(data_loader=each.loader, max_physical_batch_size=3, optimizer=each.optimizer) as loader:
             for x, y in loader:
@@ -110,7 +111,7 @@ def test_physical_batches_add_up() -> None:
 @pytest.mark.true_numbers
 def test_several_backwards_for_one_step() -> None:
     given = batches("mlp", [4, 4, 4])
-    graphed, eager = both("mlp", torch.float64, given[0])
+    graphed, eager = both("mlp", torch.float64, given[0], check="off")
     for each in (graphed, eager):
         each.optimizer.bookkeeping.accumulation_allowed = True
         for batch in given:
@@ -122,7 +123,7 @@ def test_several_backwards_for_one_step() -> None:
 @pytest.mark.true_numbers
 def test_what_the_graph_took_from_python_has_changed() -> None:
     given = batches("mlp", [4] * 5)
-    graphed, eager = both("mlp", torch.float64, given[0])
+    graphed, eager = both("mlp", torch.float64, given[0], check="off")
     for each in (graphed, eager):
         each.step(given[0])
         each.optimizer.max_grad_norm = 0.05
@@ -143,7 +144,7 @@ def test_what_the_graph_took_from_python_has_changed() -> None:
 def test_norms_that_are_not_finite_are_found_and_training_continues() -> None:
     given = batches("mlp", [4, 4, 4])
     given[1][0][2] = float("nan")
-    graphed, eager = both("mlp", torch.float64, given[0])
+    graphed, eager = both("mlp", torch.float64, given[0], check="off")
     for each in (graphed, eager):
         each.step(given[0])
         before = parameters(each.module)
@@ -160,7 +161,7 @@ def test_each_replay_draws_its_own_dropout_and_noise() -> None:
     data = TensorDataset(torch.randn(8, 64), torch.randint(64, (8,)))
     x, y = torch.randn(8, 64, device="cuda"), torch.randint(64, (8,), device="cuda")
     before = torch.cuda.get_rng_state()
-    training = Training(model, data, (x, y), noise_multiplier=1.0, batch=8)
+    training = Training(model, data, (x, y), noise_multiplier=1.0, batch=8, check="off")
     assert torch.equal(before, torch.cuda.get_rng_state())  # what it tried first has drawn nothing
     losses, gradients = [], []
     for _ in range(3):
@@ -196,19 +197,63 @@ class Replayed:
         return self.computed == before
 
 
-@pytest.mark.parametrize(("check", "eager"), [("first", []), ("sometimes", [8, 16]), ("always", list(range(5, 18)))])
-def test_a_step_whose_check_is_due_goes_without_the_graph(check: str, eager: list[int]) -> None:
-    """The capture and the three runs before it are the first four forwards."""
+@pytest.mark.parametrize(
+    ("check", "eager"),
+    [
+        ("first", [5, 6]),
+        ("sometimes", [5, 6, 7, 8, 9, 12, 13, 16, 20, 21]),
+        ("always", list(range(5, 23))),
+        ("off", []),
+    ],
+)
+def test_a_step_whose_check_is_due_goes_without_the_graph(check: Check, eager: list[int]) -> None:
+    """The capture and the three runs before it are the first four forwards.
+
+    With "sometimes" a proof is repeated in forwards 8 and 16, and calls are followed in steps 1, 2, 4, 8 and 16 and the
+    steps after them, which are forwards 5 to 9, 12, 13, 20 and 21.
+    """
     (batch,) = batches("mlp", [4])
     training, _ = both("mlp", torch.float64, batch)
-    training.module.situations.check = check  # which is off on a virtual GPU
+    training.module.situations.check = training.module._parts.check_steps = check  # which are off on a virtual GPU
     replayed = Replayed(training)
-    assert [forward for forward in range(5, 18) if not replayed.step(batch)] == eager
+    assert [forward for forward in range(5, 23) if not replayed.step(batch)] == eager
+
+
+@pytest.mark.true_numbers
+@pytest.mark.parametrize("what", ["mean of losses", "outputs", "nothing"])
+def test_what_a_loop_keeps_of_a_step_is_seen(what: str) -> None:
+    """The loss is one that can be captured, and reads what the loop wrote to a tensor after the step before."""
+    data = TensorDataset(torch.randn(12, 9), torch.randint(4, (12,)))
+    kept = torch.ones(4, 4, device="cuda")
+    seen: list[torch.Tensor] = []
+    training = Training(nn.Linear(9, 4), data, None)
+
+    def compute_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = training.module(x)
+        seen[:] = [out.detach()]
+        return (nn.functional.cross_entropy(out, y, reduction="none") * (out @ kept.T).exp().sum(1)).mean()
+
+    given = [(torch.randn(4, 9, device="cuda"), torch.randint(4, (4,), device="cuda")) for _ in range(6)]
+    training.backward = GraphedBackward(training.module, training.optimizer, compute_loss, given[0])
+
+    def train() -> None:
+        for batch in given:
+            loss = training.step(batch)
+            if what == "outputs":
+                kept.copy_(seen[0])
+            elif what == "mean of losses":
+                kept.fill_(loss)
+
+    if what == "nothing":
+        train()
+    else:
+        with pytest.raises(MemprofError, match="left in an earlier step"):
+            train()
 
 
 def test_the_graph_is_not_used_while_the_model_has_hooks() -> None:
     (batch,) = batches("mlp", [4])
-    training, _ = both("mlp", torch.float64, batch, check="first")
+    training, _ = both("mlp", torch.float64, batch, check="off")
     replayed = Replayed(training)
     assert replayed.step(batch)
     calls: list[Any] = []
@@ -223,7 +268,7 @@ def test_a_step_counts_once_and_the_memory_is_given_back() -> None:
     reserved = []
     for _ in range(2):  # libraries keep what they allocated the first time
         given = batches("mlp", [4, 4, 4])
-        training, _eager = both("mlp", torch.float64, given[0])
+        training, _eager = both("mlp", torch.float64, given[0], check="off")
         steps: list[Any] = []
         training.optimizer.attach_step_hook(steps.append)
         for batch in given:
@@ -250,7 +295,7 @@ def test_what_it_allocates_is_attributed(tmp_path: Path) -> None:
             session.attach(opacus.PrivacyEngine())  # whatever any engine's make_private returns
             model, (batch,) = nn.Sequential(nn.Linear(9, 500), nn.Tanh(), nn.Linear(500, 4)), batches("mlp", [64])
             batch = batch[0].float(), batch[1]
-            training = Training(model, TensorDataset(*batch), batch if graphed else None, batch=64)
+            training = Training(model, TensorDataset(*batch), batch if graphed else None, batch=64, check="off")
             for _ in range(3):
                 training.step(batch)
             counts = session.snapshot("step")["devices"]["cuda:0"]

@@ -306,8 +306,14 @@ def _advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
     )
 
 
-def gradient_without_samples(gradient: torch.Tensor) -> MemprofError:
-    """The loss uses an output that all samples share, and not as a sum or a mean."""
+def gradient_of_shared_output(gradient: torch.Tensor) -> MemprofError | None:
+    """Returns the refusal of a loss that is not a sum over samples, by the gradient of an output without samples.
+
+    A sum or a mean gives all elements the same gradient.
+    """
+    first = gradient.flatten()[0]  # norms that are not finite have a sentence of their own
+    if not bool(((gradient != first) & first.isfinite()).any()):
+        return None
     return MemprofError(
         f"the loss uses an output of shape {tuple(gradient.shape)} that has no dimension for the samples, and not as a "
         "sum or mean: samples influence one another there. Return outputs whose first dimension is the batch."

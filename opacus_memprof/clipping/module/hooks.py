@@ -42,7 +42,7 @@ from opacus_memprof.clipping.module.calls import (
     detach_for_two_passes,
     device_of,
     gradient_of_cache,
-    gradient_without_samples,
+    gradient_of_shared_output,
     has_parameters_alone,
     one_pass_fits,
     open_objects,
@@ -200,8 +200,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Called when a step has ended, and the program goes on."""
         self._parts.resume()
 
+    def are_calls_checked(self) -> bool:
+        """Returns whether what the program computes from the calls of this step is checked."""
+        return self._parts.is_due()
+
     def forget_calls(self) -> None:
-        """Forgets the calls since the last step, which is refused."""
+        """Forgets the calls since the last step, which is refused or was a trial. Steps count from 1 again."""
         self._parts.forget()
         self._explained.clear()
 
@@ -514,13 +518,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.bookkeeping.loss_carries |= self._parts.carries
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
-        """Refuses a loss that is not a sum over samples, by the gradient of an output that has no samples.
-
-        A sum or a mean gives all elements the same gradient.
-        """
-        first = gradient.flatten()[0]  # norms that are not finite have a sentence of their own
-        if bool(((gradient != first) & first.isfinite()).any()):
-            self._refuse(gradient_without_samples(gradient))
+        error = gradient_of_shared_output(gradient)
+        if error is not None:
+            self._refuse(error)
 
     def _refuse_cache(self, repeated: Layer, gradient: torch.Tensor) -> None:
         self._refuse(gradient_of_cache(repeated.describe()))
