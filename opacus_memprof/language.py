@@ -29,7 +29,18 @@ _BARS = re.compile("[\u2580-\u259f]")  # block elements
 _SIGNS = str.maketrans({"×": "x", "·": "-", "…": "...", "→": "->", "≤": "<="})  # noqa: RUF001
 _SHAPES = {**dict.fromkeys(("count", "step", "logical"), "[0-9]+"), "size": "[0-9][0-9.]*(?: [KMGT]?i?B)?"}
 _SHAPES |= {"phase": r"[\w ]+", "steps": "[0-9]+(?: [a-z ]+)?"}
-_VERBATIM = {"category", "device", "largest", "layer", "line", "module", "modules", "name", "other"}  # no messages
+_VERBATIM = {
+    "category",
+    "device",
+    "largest",
+    "layer",
+    "line",
+    "module",
+    "modules",
+    "name",
+    "optimizer",
+    "other",
+}  # no messages
 _NAME = re.compile(r"\{(\w+)\}")
 _OF_TORCH = ("OutOfMemoryError: ", "torch.OutOfMemoryError: ")  # the message is torch's, not one of ours
 _MORE = re.compile("(?<=, )[0-9]+ more$")  # the end of a list that is cut
@@ -241,7 +252,10 @@ def _sentences(
 
 def _pattern(message: str) -> re.Pattern[str]:
     parts = _NAME.split(message)  # text, name, text, name, ..., text
-    names = [f"(?P<{name}>{_SHAPES.get(name, '.+?')})" for name in parts[1::2]]
+    names = [
+        f"(?P={name})" if name in parts[1 : 2 * i : 2] else f"(?P<{name}>{_SHAPES.get(name, '.+?')})"
+        for i, name in enumerate(parts[1::2])
+    ]
     return re.compile(
         "".join(text for pair in zip(map(re.escape, parts[::2]), [*names, ""], strict=True) for text in pair)
     )

@@ -9,11 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from opacus_memprof.analysis import findings, kept_memory
 from opacus_memprof.analysis.findings import FREEZE, ZERO_GRAD, Run, common_module, largest, some
+from opacus_memprof.profiles.layer_shapes import Program
 from opacus_memprof.profiles.profile import Finding
 from opacus_memprof.profiles.units import format_bytes, format_count
 
+_CALLED = re.compile(r"\boptimizer(?=\.(?:step|zero_grad)\(\))")
 _EVALUATE = (
     "run forward passes without a backward pass under torch.no_grad() or in model.eval(); to continue after one, "
     "delete `module.activations` and set `parameter._forward_counter` to 0, because zero_grad does neither"
@@ -330,7 +334,16 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
 def find(run: Run) -> list[Finding]:
     """Returns all findings in the order of DETECTORS; of each detector, the largest first."""
     return [
-        finding
+        msgspec.structs.replace(finding, remedy=_in_names_of(run.program, finding.remedy))
         for detector in DETECTORS
         for finding in sorted(detector(run), key=lambda finding: (-finding.bytes, finding.module))
     ]
+
+
+def _in_names_of(program: Program, remedy: str) -> str:
+    """Returns a remedy with the program's names where it calls the optimizer, or deletes what refers to the model."""
+    if "engine.make_private(" in remedy:  # which names what it returns
+        return remedy
+    called = _CALLED.sub(lambda _: program.optimizer, remedy)
+    own = f"such as {program.model}, {program.optimizer} and {program.loader},"
+    return called.replace("such as model, optimizer and loader,", own)

@@ -6,10 +6,11 @@ A detector takes a Run and yields findings. `analysis.defects` has the detectors
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opacus_memprof.analysis.events import Names
+from opacus_memprof.profiles.layer_shapes import Program
 from opacus_memprof.profiles.profile import Device, Finding
 from opacus_memprof.profiles.units import format_bytes, format_count
 
@@ -29,6 +30,7 @@ class Run:
         observations: observations of hooks, with ids of modules.
         names: translates the ids.
         failed: whether an error other than out of memory ended the run.
+        program: the names that the program has for its model, optimizer and loader.
     """
 
     devices: Mapping[str, Device]
@@ -36,6 +38,7 @@ class Run:
     observations: Sequence[Mapping[str, Any]]
     names: Names
     failed: bool = False
+    program: Program = field(default_factory=Program)
 
     def observed(self, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
         """Returns the observations of a kind, with the names of their modules."""

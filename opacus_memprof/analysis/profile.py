@@ -29,7 +29,7 @@ from opacus_memprof.profiles import core
 from opacus_memprof.profiles.directory import EVENTS, LOCK, META, OOM_REPORTS, PROFILE, SNAPSHOTS
 from opacus_memprof.profiles.files import read_regular, write_text
 from opacus_memprof.profiles.json_object import read_json_object, to_json
-from opacus_memprof.profiles.layer_shapes import TrainingShapes
+from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.profile import EventCounts, EventGap, Meta, Profile, Timeline, VirtualGpus, read_meta
@@ -92,7 +92,7 @@ def build_profile(
         )
         messages += device_warnings
         set_proofs_apart(devices[name], proofs, header["start_unix_ns"])
-        if shapes is not None:
+        if shapes is not None and status != "out_of_memory":
             devices[name].improvements = find_improvements(name, devices[name], device, names, shapes)
     for name, live in (peaks or {}).items() if missing else ():
         if name not in devices and live.requested_bytes:
@@ -119,7 +119,16 @@ def build_profile(
         ),
         devices=devices,
         components=dict(components or {}),
-        findings=find(Run(devices, by_name, observations, names, failed=status == "failed")),
+        findings=find(
+            Run(
+                devices,
+                by_name,
+                observations,
+                names,
+                failed=status == "failed",
+                program=Program() if shapes is None else shapes.program,
+            )
+        ),
         warnings=list(dict.fromkeys(messages)),
     )
 

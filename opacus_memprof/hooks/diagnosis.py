@@ -6,6 +6,7 @@ DPOptimizer for its parameters is followed. Only weak references are kept.
 """
 
 import dis
+import inspect
 import sys
 import threading
 import weakref
@@ -346,11 +347,19 @@ _CALLED: dict[str, tuple[type, ...]] = {
 }
 
 
+def after_step() -> None:
+    """Looks at the program after its steps 1, 2, 4, ...: when the run ends, the function that trains has returned."""
+    step = native.step()[0]
+    if step & (step - 1) == 0:
+        observe_program(observations.layer_shapes())
+
+
 @contain("looking at the program that trains")
 def observe_program(shapes: TrainingShapes) -> None:
     """Records what the program calls its model, optimizer and loader, where its main thread is in a step.
 
-    The names are those of the innermost function of the program that has an optimizer.
+    The names are those of the innermost function of the program that has an optimizer, and of its callers for what it
+    does not have itself.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     names: dict[str, str] = {}
@@ -362,13 +371,14 @@ def observe_program(shapes: TrainingShapes) -> None:
         if _is_own(frame.f_code.co_filename):
             next_call = next_call or _next_call(frame)
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
-            names = names or _names_in(frame)
+            found = _names_in(frame)
+            names = {**found, **names} if "optimizer" in names or "optimizer" in found else {}
         frame = frame.f_back
     if shapes.cleared_step is None:  # no zero_grad has been seen: what the program does next is in its text alone
         shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
-    default = Program()
+    default = Program() if names else shapes.program
     passes = max((_unused_passes(parameter) for _, parameter in _private_parameters()), default=0)
     shapes.accumulated = max(shapes.accumulated, passes)
     samplers = sys.modules.get("opacus_memprof.clipping.modes")  # which imports Opacus
@@ -395,10 +405,11 @@ def _next_call(frame: FrameType) -> str:
 
 
 def _names_in(frame: FrameType) -> dict[str, str]:
-    """Returns the names of model, optimizer and loader in a function that has an optimizer; {} in another."""
-    values = {name: value for name, value in frame.f_locals.items() if name.isidentifier() and not name.startswith("_")}
+    """Returns the names of model, optimizer and loader in a function, as far as it has them."""
+    values = _named_values(frame)
     names = {}
-    trained = {id(parameter) for optimizer in list(_optimizers) for parameter in _parameters(optimizer)}
+    owners = list(_optimizers) or [value for value in values.values() if isinstance(value, Optimizer)]
+    trained = {id(parameter) for optimizer in owners for parameter in _parameters(optimizer)}
     for what, kinds in _CALLED.items():
         found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
         if found:
@@ -410,7 +421,21 @@ def _names_in(frame: FrameType) -> dict[str, str]:
                     not isinstance(values[name], AbstractGradSampleHooks),
                 ),
             )
-    return names if "optimizer" in names else {}
+    return names
+
+
+def _named_values(frame: FrameType) -> dict[str, Any]:
+    """Returns what a function's variables refer to, and behind them the attributes of the program's own objects."""
+    variables = frame.f_locals
+    values = {name: value for name, value in variables.items() if name.isidentifier() and not name.startswith("_")}
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()  # a copy, which the frame keeps: it would keep tensors alive that the program deletes
+    for name, value in list(values.items()):
+        file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+        if file is not None and _is_own(file) and not isinstance(value, (nn.Module, Optimizer, DataLoader)):
+            inside = getattr(value, "__dict__", {}).items()
+            values |= {f"{name}.{key}": each for key, each in inside if not key.startswith("_")}
+    return values
 
 
 def _common_parameters(value: Any, parameters: set[int]) -> int:

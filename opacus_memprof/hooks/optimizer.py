@@ -203,6 +203,7 @@ class _StepHooks:
         native.set_phase(IDLE)
         native.end_step(True)
         shapes.after_step()
+        diagnosis.after_step()
 
     @contain("tagging an optimizer's states")
     def tag_states(self, optimizer: Optimizer) -> None:
@@ -242,6 +243,7 @@ def observe_other_update(
     native.retag(states_of(optimizer), OPTIMIZER_STATES)
     native.end_step(True)
     shapes.after_step()
+    diagnosis.after_step()
 
 
 def wrap_methods(attachment: Attachment, optimizer: Optimizer) -> None:

@@ -73,7 +73,7 @@ class Result:
             warnings=self._all_warnings(),
             observations=self._observations,
             virtual=virtual_gpu.describe_run(),
-            shapes=None if status == "out_of_memory" else observations.layer_shapes(),
+            shapes=observations.layer_shapes(),
         )
         write_profile(profile, self._directory)
         self.profile = profile

@@ -43,6 +43,18 @@ def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed
     _expect(freeing, f"import gc\n{script.replace(place, freed)}", tmp_path)
 
 
+def test_advice_that_is_followed_is_right_and_is_not_given_again(tmp_path: Path) -> None:
+    script = (SCRIPTS / "trainer.py").read_text()
+    improvements = {each["title"]: each for each in _improvements(script, tmp_path)}
+    assert improvements['grad_sample_mode="ghost"']["code"].startswith(
+        "self.net, self.adam, criterion, self.batches = "
+    )
+    adopting = improvements["per-sample gradients without a copy of each"]
+    changed, _ = follow(script, {"actions": [{"kind": "adopt_grad_samples"}], "code": adopting["code"]})
+    _expect(adopting, changed, tmp_path)
+    assert adopting["title"] not in {each["title"] for each in _improvements(changed, tmp_path)}
+
+
 def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(tmp_path: Path) -> None:
     script = (SCRIPTS / "evaluation.py").read_text()
     first = _improvements(script, tmp_path)[0]

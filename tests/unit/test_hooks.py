@@ -351,6 +351,40 @@ def test_the_names_of_the_program_are_those_where_it_trains() -> None:
     assert shapes.program == parts
 
 
+def test_the_names_are_known_after_the_first_step_and_keep_no_tensor() -> None:
+    """Also those of attributes; a frame's variables are a copy of them in Python 3.12 and earlier."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.teacher, self.student = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.sgd = torch.optim.SGD(self.student.parameters(), lr=1)
+            self.batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 3)))
+
+        def train(self) -> None:
+            output = self.student(torch.zeros(4, 3))
+            output.sum().backward()
+            self.step()
+            kept = weakref.ref(output)
+            del output
+            assert kept() is None
+
+        def step(self) -> None:
+            self.sgd.step()
+
+    observations.clear()
+    trainer = Trainer()
+    attachment = [hooks.attach_model(trainer.student), hooks.attach_optimizer(trainer.sgd)]
+    native.cpu_install()
+    try:
+        trainer.train()
+    finally:
+        native.cpu_uninstall()
+        for each in attachment:
+            each.detach()
+    names = observations.layer_shapes().program
+    assert (names.model, names.optimizer, names.loader) == ("self.student", "self.sgd", "self.batches")
+
+
 def test_gradients_that_noise_replaces_are_noted_once() -> None:
     observations.clear()
     replaced, shared = parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 200)]

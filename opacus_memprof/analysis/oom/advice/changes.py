@@ -19,6 +19,7 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
 from opacus_memprof.analysis.oom.flash import FlashClip
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
@@ -263,7 +264,7 @@ def mode_change(case: Case, mode: str) -> Change | None:
     return Change(
         MODE if mode == "flash_clip" else OTHER_MODE,
         f'grad_sample_mode="{mode}"',
-        _code(step.mode, mode, case.shapes.engine_call),
+        _code(step.mode, mode, case.shapes),
         _why(step, mode),
         (_action(mode),),
         lambda changed: changed.in_mode(mode),
@@ -275,17 +276,17 @@ def _action(mode: str) -> Action:
     return Action(kind="grad_sample_mode", value=mode)
 
 
-def _code(current: str, mode: str, call: str) -> str:
-    if mode == "flash_clip":
-        returned = "model, optimizer, loader = " if current in ("ghost", "fast") else ""  # no criterion
+def _code(current: str, mode: str, shapes: TrainingShapes) -> str:
+    call, program = shapes.engine_call, shapes.program
+    if mode == "flash_clip":  # without a criterion
+        names = f"{program.model}, {program.optimizer}, {program.loader} = " if current in ("ghost", "fast") else ""
         return (
             "from opacus_memprof import PrivacyEngine  # has Opacus' interface\n"
-            f'{returned}PrivacyEngine().{call}(..., grad_sample_mode="flash_clip")'
+            f'{names}PrivacyEngine().{call}(..., grad_sample_mode="flash_clip")'
         )
     if mode == "ghost":
-        return (
-            f'model, optimizer, criterion, loader = engine.{call}(..., criterion=criterion, grad_sample_mode="ghost")'
-        )
+        names = f"{program.model}, {program.optimizer}, criterion, {program.loader}"
+        return f'{names} = engine.{call}(..., criterion=criterion, grad_sample_mode="ghost")'
     return f'engine.{call}(..., grad_sample_mode="{mode}")'
 
 

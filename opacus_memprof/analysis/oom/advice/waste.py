@@ -353,7 +353,7 @@ def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
         case.peak(gradients="zeroed"),
         LINE,
         "letting zero_grad free p.grad",
-        "optimizer.zero_grad(set_to_none=True)",
+        f"{case.shapes.program.optimizer}.zero_grad(set_to_none=True)",
         f"Opacus' zero_grad fills p.grad with zeros, {format_bytes(case.shapes.trained_bytes)} that stay live through "
         "the next forward pass.",
         Action(kind="set_to_none"),
