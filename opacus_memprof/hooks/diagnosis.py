@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from opacus_memprof.hooks import modules
+from opacus_memprof.hooks import forward_shapes, modules
 from opacus_memprof.hooks.vocabulary import (
     AbstractGradSampleHooks,
     DPDataLoader,
@@ -363,6 +363,7 @@ def observe_program(shapes: TrainingShapes) -> None:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     names: dict[str, str] = {}
+    outermost: dict[str, str] = {}
     computes_epsilon = False
     next_call = ""
     is_in_forward = True
@@ -372,12 +373,15 @@ def observe_program(shapes: TrainingShapes) -> None:
             next_call = next_call or _next_call(frame)
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
             found = _names_in(frame)
-            names = {**found, **names} if "optimizer" in names or "optimizer" in found else {}
+            if "optimizer" in names or "optimizer" in found:
+                names = {**found, **names}
+            outermost |= found
         frame = frame.f_back
     if shapes.cleared_step is None:  # no zero_grad has been seen: what the program does next is in its text alone
         shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
+    names = names or outermost  # a library trains, as transformers' Trainer does
     default = Program() if names else shapes.program
     passes = max((_unused_passes(parameter) for _, parameter in _private_parameters()), default=0)
     shapes.accumulated = max(shapes.accumulated, passes)
@@ -410,6 +414,8 @@ def _names_in(frame: FrameType) -> dict[str, str]:
     names = {}
     owners = list(_optimizers) or [value for value in values.values() if isinstance(value, Optimizer)]
     trained = {id(parameter) for optimizer in owners for parameter in _parameters(optimizer)}
+    watched = None if owners else forward_shapes.watched_model()
+    trained |= set() if watched is None else set(map(id, watched.parameters()))
     for what, kinds in _CALLED.items():
         found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
         if found:

@@ -80,6 +80,11 @@ def watch_model(
     shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
 
 
+def watched_model() -> nn.Module | None:
+    """Returns the outermost module of the model whose shapes are recorded; None if there is none."""
+    return None if _watched is None else _watched.root()
+
+
 def _unwatch(model: WatchedModel) -> None:
     global _watched
     model.remove_probes()

@@ -139,8 +139,8 @@ FAULTS = [
     _fault(
         "hooks/diagnosis.py",
         "names_of_any_function",
-        'return names if "optimizer" in names else {}',
-        "return names",
+        'if "optimizer" in names or "optimizer" in found:',
+        "if found:",
         "Advice has the names of a function that only evaluates.",
         unit(_PROGRAM),
     ),
