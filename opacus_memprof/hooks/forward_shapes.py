@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +25,7 @@ from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 
 _EVALUATIONS = 1000  # the number of evaluations whose steps are remembered
+_FEWEST_NODES = 3  # a matrix of two by two can be anything
 
 
 @dataclass
@@ -155,13 +156,23 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
     model.remove_probes()  # the previous forward pass may have raised
     if elements > model.largest_batch:
         model.largest_batch = elements
-        shapes.input_bytes = sum(tensor.nbytes for tensor in native.tensors_in(inputs))
+        tensors = native.tensors_in(inputs)
+        shapes.input_bytes = sum(tensor.nbytes for tensor in tensors)
+        shapes.has_nodes = any(_has_edges(tensor, samples) for tensor in tensors[1:])
         observations.record("largest_batch", 0, shapes.input_bytes, step=native.step()[0], has_graph=has_graph)
         model.forward.record_inputs(inputs)
         alive = [(name, reference()) for name, reference in model.modules]
         model.probe_handles[:] = [
             module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None
         ]
+
+
+def _has_edges(tensor: Tensor, nodes: int) -> bool:
+    """Returns whether a tensor has the edges of a graph: as a matrix of its nodes, or as two rows of their numbers."""
+    if tensor.dim() != 2 or nodes < _FEWEST_NODES:
+        return False
+    pairs = tensor.dtype == torch.long and len(tensor) == 2
+    return tuple(tensor.shape) == (nodes, nodes) or (pairs and tensor.shape[1] >= nodes)
 
 
 def _record_evaluation(model: WatchedModel, elements: int) -> None:

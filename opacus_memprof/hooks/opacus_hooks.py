@@ -250,7 +250,8 @@ def observe_make_private(attachment: Attachment, follow: Callable[[Attachment, A
     """
 
     def observation(*args: Any, **kwargs: Any) -> CallHook:
-        observations.layer_shapes().engine_call = "make_private"
+        shapes = observations.layer_shapes()
+        shapes.engine_call, shapes.draws_poisson = "make_private", kwargs.get("poisson_sampling", True)
         return in_setup_phase(lambda prepared: follow(attachment, prepared))
 
     attachment.observe("opacus:PrivacyEngine.make_private", observation)

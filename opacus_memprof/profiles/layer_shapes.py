@@ -255,6 +255,8 @@ class TrainingShapes:
         accumulated: the most backward passes whose per-sample gradients were kept for one step.
         released: the most forward passes whose captures a backward has released together.
         engine_call: the method of the PrivacyEngine that the program has called last.
+        draws_poisson: whether its batches are drawn by Poisson sampling, as by default.
+        has_nodes: whether the rows of the model's first input are nodes of a graph, whose edges are another input.
         multiprocessors: of the GPU; 0 without one.
         workspace: bytes of cuBLAS' workspace for one thread.
         has_bfloat16: whether the device computes in bfloat16.
@@ -283,6 +285,8 @@ class TrainingShapes:
     accumulated: int = 1
     released: int = 1
     engine_call: str = "make_private"
+    draws_poisson: bool = True
+    has_nodes: bool = False
     multiprocessors: int = 0
     workspace: int = 32 * 2**20
     has_bfloat16: bool = True

@@ -123,13 +123,15 @@ class RoomBytes(JsonObject):
 class FittingBatch(JsonObject):
     """The samples of the failed step, bytes per sample at the peak, and the largest batch that fits.
 
-    Includes its predicted peak. None is unknown; 0 means that not even one sample fits.
+    Includes its predicted peak. None is unknown; 0 means that not even one sample fits. `unit` is what is counted:
+    "sample", or "node" where the rows of the model's input are the nodes of a graph.
     """
 
     samples: int | None
     bytes_per_sample: int | None
     largest_that_fits: int | None
     predicted_peak_bytes: int | None
+    unit: str = "sample"
 
 
 class LayerCost(JsonObject):

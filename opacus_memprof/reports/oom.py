@@ -94,7 +94,10 @@ def _describe_room(report: OomReport) -> str:
         slope = format_bytes(batch.bytes_per_sample)
         fitting = batch.largest_that_fits
         fits = tr("{count} at a time would fit", count=fitting) if fitting else tr("not even one at a time would fit")
-        takes = tr("a sample takes {size} at the peak: of {count}, {fits}", size=slope, count=batch.samples, fits=fits)
+        one = tr("a node") if batch.unit == "node" else tr("a sample")
+        takes = tr(
+            "{one} takes {size} at the peak: of {count}, {fits}", one=one, size=slope, count=batch.samples, fits=fits
+        )
         parts.append(takes)
     return tr("{sentences}.", sentences=tr("; ").join(parts))
 

@@ -67,8 +67,11 @@ def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(t
 def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Path) -> None:
     script = (SCRIPTS / "graph_attention.py").read_text()
     actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
-    predicted = _oom_report(script, actual * 7 // 10, tmp_path)["needed"]["bytes"]
-    assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual
+    report = _oom_report(script, actual * 7 // 10, tmp_path)
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    assert report["batch"]["unit"] == "node"
+    (smaller,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "batch_size")
+    assert smaller["title"].startswith("a subgraph of ")
 
 
 def test_checkpoints_of_the_program_are_known_where_it_runs_out(tmp_path: Path) -> None:

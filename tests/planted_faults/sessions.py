@@ -227,8 +227,8 @@ FAULTS = [
     _fault(
         "analysis/oom/advice/changes.py",
         "any_draw_is_a_large_one",
-        "elif program.expected_samples is not None and program.expected_samples < case.samples:",
-        "elif program.expected_samples is not None:",
+        "elif case.shapes.draws_poisson and (program.expected_samples or case.samples) < case.samples:",
+        "elif case.shapes.draws_poisson and program.expected_samples:",
         "A batch of the expected size is said to be a large draw.",
         unit(_BATCH),
     ),

@@ -69,7 +69,7 @@ def an_oom_report(**fields: Any) -> OomReport:
         "holders": {"categories": {}, "modules": {}, "steps": [], "largest": []},
         "left_behind": {"bytes": 0, "categories": {}, "modules": {}, "steps": [], "captures": False},
         "room": {**dict.fromkeys(RoomBytes.__struct_fields__), "rounding": 1.0},
-        "batch": dict.fromkeys(FittingBatch.__struct_fields__),
+        "batch": {**dict.fromkeys(FittingBatch.__struct_fields__), "unit": "sample"},
     }
     lists: dict[str, Any] = {"layers": [], "suggestions": [], "earlier_failures": []}
     given = {key: _filled(part, fields.pop(key, {})) for key, part in parts.items()}

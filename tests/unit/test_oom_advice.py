@@ -153,6 +153,18 @@ def test_the_physical_batch_is_told_in_what_the_program_has(
     assert code.format(n=n) in advised.code
 
 
+@pytest.mark.parametrize(("expected", "times"), [(500, 1), (64, 8), (8, 64)])
+def test_batches_that_are_not_drawn_are_no_large_draw(expected: int, times: int) -> None:
+    """Where the samples of a batch are a multiple of the loader's, the program has made them of these."""
+    kept = [holding("model_parameters", 16 * M), holding("gradients", 16 * M), holding("per_sample_gradients", 8 * G)]
+    shapes = linear(512)
+    shapes.program, shapes.draws_poisson = Program(expected_samples=expected), False
+    report = build_report([failure(8 * G, kept, device_free=0, reserved=12 * G)], shapes)
+    (advised,) = (each for each in report.suggestions if each.actions[0].kind == "max_physical_batch_size")
+    assert advised.actions[0].value == report.batch.largest_that_fits // times
+    assert "drew" not in advised.title
+
+
 @pytest.mark.parametrize(
     ("program", "batches", "change"),
     [

@@ -94,6 +94,7 @@ def build_report(
             bytes_per_sample=None if case.samples is None else bytes_per_sample(case, case.peak),
             largest_that_fits=None if fitting is None else fitting[0],
             predicted_peak_bytes=None if fitting is None else fitting[1].bytes,
+            unit="node" if shapes.has_nodes else "sample",
         ),
         layers=[] if own is None else [_layer(layer, own.samples, own.on_gpu) for layer in _costliest(own)],
         suggestions=[each.for_report() for each in advise(case)],

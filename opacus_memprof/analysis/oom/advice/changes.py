@@ -10,6 +10,7 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
     MODE,
     MODE_AND_BATCH,
     OTHER_MODE,
+    SEQUENCE,
     SMALL_BATCH,
     VARYING,
     Change,
@@ -36,7 +37,7 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
         return
     n, instant = found
     if not case.shapes.mode:
-        yield _smaller_batch(case, n, instant)
+        yield (_smaller_graph if case.shapes.has_nodes else _smaller_batch)(case, n, instant)
         return
     program = case.shapes.program
     varies = len({samples for _, samples in case.shapes.batches}) > 1
@@ -49,7 +50,7 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
             f"a physical batch of at most {format_count(n // times, 'sample')} instead of {program.expected_samples}: "
             f"the model gets {times} for each sample of the loader"
         )
-    elif program.expected_samples is not None and program.expected_samples < case.samples:
+    elif case.shapes.draws_poisson and (program.expected_samples or case.samples) < case.samples:
         change = VARYING  # the next draw can be larger still
         title = (
             f"a physical batch of at most {format_count(n, 'sample')}: the loader asks for {program.expected_samples}, "
@@ -74,7 +75,8 @@ def samples_of_each(case: Case) -> int:
     A Poisson batch of at least two times the expected size is possible only where few samples are expected.
     """
     expected = case.shapes.program.expected_samples
-    if not expected or expected < _RARELY_DOUBLED or not case.samples or case.samples % expected:
+    is_drawn = case.shapes.draws_poisson and (expected or 0) < _RARELY_DOUBLED
+    if not expected or is_drawn or not case.samples or case.samples % expected:
         return 1
     return case.samples // expected
 
@@ -92,6 +94,22 @@ def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
         f"train as with {samples}",
         f"In this run a sample takes {format_bytes(bytes_per_sample(case, case.peak))} at the peak, and the rest does "
         "not grow with the batch.",
+        Action(kind="batch_size", value=n),
+        largest=case.largest_block(n),
+    )
+
+
+def _smaller_graph(case: Case, n: int, instant: Instant) -> Suggestion:
+    """Suggests subgraphs: the rows of the model's input are nodes, which depend on one another."""
+    size = format_bytes(bytes_per_sample(case, case.peak))
+    return suggest(
+        case,
+        instant,
+        SEQUENCE,
+        f"a subgraph of {format_count(n, 'node')} in each step instead of all {case.samples}",
+        f"nodes = torch.randperm({case.samples})[:{n}]  # in each step, with the edges between them: "
+        "adj[nodes][:, nodes]",
+        f"In this run a node takes {size} at the peak. Nodes lose neighbors, so that accuracy can differ.",
         Action(kind="batch_size", value=n),
         largest=case.largest_block(n),
     )
