@@ -112,6 +112,18 @@ def graphs_without_backward(run: Run) -> Iterator[Finding]:
                 NO_GRAPHS,
                 device=device,
             )
+    for seen, device, _ in run.observed_by_device("untrained_graphs"):
+        if run.is_material(device, seen["bytes"]):
+            yield Finding(
+                "graphs_without_backward",
+                "",
+                seen["bytes"],
+                f"each call of {seen['name']}, whose parameters no optimizer updates, recorded a graph for a backward "
+                f"pass, and kept {format_bytes(seen['bytes'])} of activations as long as its output was referred to",
+                f"call {seen['name']} under torch.no_grad(), or {seen['name']}.requires_grad_(False) once before: "
+                "eval() alone keeps all activations",
+                device=device,
+            )
     for device, entry in run.devices.items() if run.observed("no_op_graphs") else ():
         clip = entry.phases.get("clip")
         size = 0 if clip is None else clip.categories.get("activations", 0)

@@ -444,6 +444,20 @@ def _named_values(frame: FrameType) -> dict[str, Any]:
     return values
 
 
+def name_of(module: nn.Module) -> str:
+    """Returns what the program calls a module where it runs, such as `teacher` or `self.teacher`; "" if nothing."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for name, value in _named_values(frame).items() if _is_own(frame.f_code.co_filename) else ():
+            if value is module:
+                return name
+            inside = value._modules.items() if isinstance(value, nn.Module) else ()
+            if found := [f"{name}.{key}" for key, each in inside if each is module]:
+                return found[0]
+        frame = frame.f_back
+    return ""
+
+
 def _common_parameters(value: Any, parameters: set[int]) -> int:
     """Returns how many parameters of a module are among those with the given ids; 0 for what is not a module."""
     return sum(id(each) in parameters for each in value.parameters()) if isinstance(value, nn.Module) else 0

@@ -5,17 +5,22 @@ Examples are a second model, a copy of the model with averaged parameters, and a
 module. A search goes through the heap and takes about a tenth of a second, so it only runs for much memory, and rarely.
 """
 
+import copyreg
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
-from opacus_memprof.hooks import modules
+from opacus_memprof.hooks import diagnosis, modules
 from opacus_memprof.hooks.vocabulary import (
     BACKWARD_TEMPORARIES,
     BUFFERS,
@@ -26,8 +31,8 @@ from opacus_memprof.hooks.vocabulary import (
     OPTIMIZER_TEMPORARIES,
     UNATTRIBUTED,
 )
-from opacus_memprof.recording import native
-from opacus_memprof.recording.attachment import Attachment
+from opacus_memprof.recording import native, observations
+from opacus_memprof.recording.attachment import Attachment, looks_compiled, reduce_to_noop
 from opacus_memprof.recording.faults import contain
 
 _UNCLAIMED = (UNATTRIBUTED, FORWARD_UNDECIDED, BACKWARD_TEMPORARIES, OPTIMIZER_TEMPORARIES)
@@ -48,11 +53,13 @@ class OwnerSearch:
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
         self._prefixes = Attachment("names of models that are not attached")
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that no optimizer trains
         self.reset()
 
     def reset(self) -> None:
         """Forgets earlier searches, for a new recording."""
         self._prefixes.detach()
+        self._watched.clear()
         self._searches = 0
         self._resume = 0.0  # of time.monotonic()
         self._left: dict[str, int] = {}  # unclaimed bytes by device after the latest search
@@ -103,6 +110,85 @@ class OwnerSearch:
                     _claim_module(module, native.module_id(name), owner)
         for optimizer in optimizers:
             claim_tensors(optimizer, owner)
+        for model in map(_trained_part, models):
+            if model not in attached and model not in self._watched and not _is_trained(model, optimizers):
+                self._watched.add(model)
+                _watch_calls(self._prefixes, model)
+
+
+def _trained_part(model: nn.Module) -> nn.Module:
+    """Returns what of a model has all parameters that require gradients, such as the teacher in a loss module."""
+    while True:
+        parts = [each for each in model.children() if any(p.requires_grad for p in each.parameters())]
+        own = any(p is not None and p.requires_grad for p in model._parameters.values())
+        if own or len(parts) != 1 or not any(parts[0].children()):
+            return model
+        (model,) = parts
+
+
+def _is_trained(model: nn.Module, optimizers: list[Optimizer]) -> bool:
+    """Returns whether a model has got gradients, or is an optimizer's, or has nothing that requires gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    return not parameters or any(each.grad is not None or id(each) in updated for each in parameters)
+
+
+def _watch_calls(attachment: Attachment, model: nn.Module) -> None:
+    """Records whether calls of a model that no optimizer trains record graphs, in its first calls."""
+    if looks_compiled(model):
+        return
+    before = _BeforeCall()
+    after = _AfterCall(before)
+    after.handles = (model.register_forward_pre_hook(before), model.register_forward_hook(after))
+    attachment.on_detach(after.remove)
+
+
+class _BeforeCall:
+    """Remembers the live bytes before a call, or None where the call's graph may be needed for its inputs."""
+
+    def __init__(self) -> None:
+        self.live: int | None = None
+
+    @contain("watching a model that no optimizer trains")
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        differentiable = not torch.is_grad_enabled() or any(each.requires_grad for each in native.tensors_in(args))
+        self.live = None if is_compiling() or differentiable else _live()
+
+
+class _AfterCall:
+    """Records what a call keeps for a backward pass, if the model still has no gradients when it is called again."""
+
+    def __init__(self, before: _BeforeCall) -> None:
+        self._before = before
+        self._kept = 0
+        self.handles: tuple[RemovableHandle, ...] = ()
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @contain("watching a model that no optimizer trains")
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        outputs = native.tensors_in((output,))
+        if is_compiling() or self._before.live is None or not any(each.requires_grad for each in outputs):
+            return
+        kept = _live() - self._before.live - sum(each.nbytes for each in outputs)
+        if not self._kept:
+            self._kept = kept
+            return
+        self.remove()
+        _, optimizers = _models_and_optimizers()
+        if kept >= _MATERIAL and not _is_trained(model, optimizers):
+            named = diagnosis.name_of(model) or type(model).__name__
+            observations.record("untrained_graphs", 0, kept, name=named)
+
+
+for _hook in (_BeforeCall, _AfterCall):
+    copyreg.pickle(_hook, reduce_to_noop)
+
+
+def _live() -> int:
+    return sum(device["requested_bytes"] for device in native.counters()["devices"].values())
 
 
 def claim_tensors(optimizer: Optimizer, owner: Mapping[int, int] = MappingProxyType({})) -> None:

@@ -227,3 +227,29 @@ def test_noise_that_is_allocated_twice(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(opacus.optimizers.optimizer, "_generate_noise", _generate_noise)
     assert "noise_allocated_twice" not in kinds(profiled(tmp_path / "once", run))
+
+
+@pytest.mark.parametrize("how", ["as it is", "no_grad", "frozen", "trained", "for its input"])
+def test_a_teacher_that_records_graphs_is_named(tmp_path: Path, how: str) -> None:
+    """What it keeps is the activation between its layers: its input is not its own, and its output is used."""
+    samples, width = 400, 1000
+
+    def run(session: Any) -> None:
+        training = Training(nn.Linear(100, 4))
+        teacher = nn.Sequential(nn.Linear(100, width), nn.Sigmoid(), nn.Linear(width, width), nn.Sigmoid())
+        teacher.requires_grad_(how != "frozen")
+        others = [torch.optim.SGD(teacher.parameters(), lr=0.1)] if how == "trained" else []
+        for _ in range(4):
+            x = torch.randn(samples, 100, requires_grad=how == "for its input")
+            with torch.set_grad_enabled(how != "no_grad"):
+                soft = teacher(x)
+            training.step(x.detach() + soft.detach()[:, :100])
+        del others
+
+    found = [
+        each for each in of_kind(profiled(tmp_path, run), "graphs_without_backward") if "teacher" in each["remedy"]
+    ]
+    assert len(found) == (how == "as it is")
+    for each in found:
+        assert each["bytes"] == samples * width * FLOAT
+        assert each["remedy"].startswith("call teacher under torch.no_grad(), or teacher.requires_grad_(False)")

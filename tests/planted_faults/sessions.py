@@ -225,6 +225,22 @@ FAULTS = [
         unit(_RELEASED),
     ),
     _fault(
+        "hooks/owners.py",
+        "graphs_for_inputs",
+        " or any(each.requires_grad for each in native.tensors_in(args))\n",
+        "\n",
+        "A model through which gradients reach its inputs is said to need no graph.",
+        ("tests/integration/test_findings_gradients.py::test_a_teacher_that_records_graphs_is_named",),
+    ),
+    _fault(
+        "hooks/owners.py",
+        "every_model_is_untrained",
+        "each.grad is not None or id(each) in updated for each in parameters",
+        "False for each in parameters",
+        "A second model with an optimizer of its own is said to need no graph.",
+        ("tests/integration/test_findings_gradients.py::test_a_teacher_that_records_graphs_is_named",),
+    ),
+    _fault(
         "analysis/oom/advice/changes.py",
         "any_draw_is_a_large_one",
         "elif case.shapes.draws_poisson and (program.expected_samples or case.samples) < case.samples:",
