@@ -259,19 +259,16 @@ class ClipRule:
         MemprofError: the bound is not positive and finite, or not of the right kind.
     """
 
+    bound: float
+    bounds: list[float]
+    _given: tuple[list[float], float]
+
     def __init__(self, clipping: Clipping, bound: float | Sequence[float]) -> None:
         if clipping not in CLIPPINGS:
             raise MemprofError(f"clipping is {clipping!r}; flash_clip knows {', '.join(map(repr, CLIPPINGS))}.")
         check_bound(bound, clipping)
         self.clipping = clipping
-        self.bounds: list[float] = []
-        if clipping == "per_layer":
-            assert isinstance(bound, Sequence)
-            self.bounds = [float(each) for each in bound]
-            self.bound = math.hypot(*self.bounds)
-        else:
-            self.bound = float(bound)  # type: ignore[arg-type]
-        self._given = self.bounds, self.bound
+        self._set(bound)
 
     @property
     def by_parameter(self) -> bool:
@@ -292,6 +289,33 @@ class ClipRule:
         self.bound = float(bound)
         self.bounds = bounds.copy() if self.bound == given else [each * (self.bound / given) for each in bounds]
 
+    def set_bounds(self, bounds: Sequence[float]) -> None:
+        """Changes the bounds of parameters, and that of a sample's gradient with them.
+
+        Raises:
+            MemprofError: they are not as many positive and finite numbers as before, or clipping is not "per_layer".
+        """
+        if not self.by_parameter:
+            raise MemprofError(
+                f"max_grad_norms is for clipping='per_layer', and this is {self.clipping!r}: set max_grad_norm."
+            )
+        check_bound(bounds, self.clipping)
+        if len(bounds) != len(self.bounds):
+            raise MemprofError(
+                f"max_grad_norms would become {len(bounds)} bounds, where there are {len(self.bounds)}: give one for "
+                "each trainable parameter of the model."
+            )
+        self._set(bounds)
+
+    def _set(self, bound: float | Sequence[float]) -> None:
+        self.bounds = []
+        if isinstance(bound, Sequence):
+            self.bounds = [float(each) for each in bound]
+            self.bound = math.hypot(*self.bounds)
+        else:
+            self.bound = float(bound)
+        self._given = self.bounds, self.bound
+
     def values(self) -> tuple[str, float, list[float]]:
         """Returns the kind of clipping and the bounds."""
         return self.clipping, self.bound, self.bounds.copy()
@@ -311,17 +335,80 @@ class ClipRule:
         return (self.bounds[index] / (norms + _STABILITY)).clamp(max=1.0)
 
 
-def check_own_rule(own: tuple[str, float, list[float]], rule: ClipRule) -> None:
-    """Checks that a model is clipped by the rule that an optimizer has set.
+class ClippingSettings:
+    """The settings of a private optimizer that a program may change between two steps.
 
-    Raises:
-        MemprofError: another optimizer of the model has set another one.
+    Attributes:
+        max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
+            changes all bounds by the same ratio.
+        max_grad_norms: for clipping="per_layer" the bounds of the parameters. The noise follows them.
+        noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
+
+    Setting one raises MemprofError if the value is none, or if it is seen to come from samples.
     """
-    if rule.values() != own:
-        raise MemprofError(
-            f"another optimizer was made for this model, with clipping={rule.clipping!r} and the bound {rule.bound:g}, "
-            f"but this one has {own[0]!r} and {own[1]:g}: step the newer one, or give both the same bounds."
-        )
+
+    bookkeeping: Any
+    _module: Any
+
+    @property
+    def max_grad_norm(self) -> float:
+        return float(self.bookkeeping.rule.bound)
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._refuse_samples("max_grad_norm", [value], [self.max_grad_norm])
+        self.set_bound(value)
+
+    @property
+    def max_grad_norms(self) -> tuple[float, ...]:
+        rule = self.bookkeeping.rule
+        if not rule.by_parameter:
+            raise AttributeError("max_grad_norms are the bounds of clipping='per_layer'.")
+        return tuple(rule.bounds)  # an element that is set would be lost in a list
+
+    @max_grad_norms.setter
+    def max_grad_norms(self, values: Sequence[float]) -> None:
+        self._refuse_samples("max_grad_norms", values, self.bookkeeping.rule.bounds)
+        self.bookkeeping.rule.set_bounds(values)
+        self._own_rule = self.bookkeeping.rule.values()
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if not (value >= 0 and math.isfinite(value)):
+            raise MemprofError(f"noise_multiplier would become {value!r}; give a finite number that is not negative.")
+        self._refuse_samples("noise_multiplier", [value], [getattr(self, "_noise_multiplier", value)])
+        self._noise_multiplier = value
+
+    def set_bound(self, value: float) -> None:
+        """Changes the bound to one that the optimizer has found itself."""
+        self.bookkeeping.rule.set_bound(value)
+        self._own_rule = self.bookkeeping.rule.values()
+
+    def check_own_rule(self) -> None:
+        """Checks that the model is clipped by the rule that this optimizer has set.
+
+        Raises:
+            MemprofError: another optimizer of the model has set another one.
+        """
+        own, rule = self._own_rule, self.bookkeeping.rule
+        if rule.values() != own:
+            raise MemprofError(
+                f"another optimizer was made for this model, with clipping={rule.clipping!r} and the bound "
+                f"{rule.bound:g}, but this one has {own[0]!r} and {own[1]:g}: step the newer one, or give both the "
+                "same bounds."
+            )
+
+    def _refuse_samples(self, name: str, values: Sequence[Any], now: Sequence[float]) -> None:
+        if any(map(self._module.parts.are_from_samples, values, now)):
+            raise MemprofError(
+                f"{name} would become a number that was computed from the samples: from norms of their gradients, or "
+                "from outputs or losses. Others would be clipped, and get noise, by what these samples are, which "
+                "nothing bounds. Use clipping='adaptive', which counts norms with noise, a schedule, or public data."
+            )
 
 
 def check_trained(names: Mapping[Any, str], held: Sequence[Any], rule: ClipRule) -> None:

@@ -112,7 +112,7 @@ class GraphedBackward:
         """Returns whether the next forward must repeat a proof, or be followed to the next step: a replay cannot."""
         situation = self._situation
         is_proved_again = situation is not None and is_checked(self._module.situations.check, situation.forwards + 1)
-        return is_proved_again or self._module.are_calls_checked()
+        return is_proved_again or self._module.parts.is_due()
 
     def _captured_state(self) -> tuple[Any, ...]:
         """Returns the state that a replay repeats as it was captured.

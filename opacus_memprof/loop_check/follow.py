@@ -267,9 +267,6 @@ class Follower:
         if self._paused:
             return
         given: Any = getattr(optimizer, "max_grad_norms", kwargs.get("max_grad_norm"))
-        rule: Any = getattr(getattr(optimizer, "bookkeeping", None), "rule", None)
-        if getattr(rule, "bounds", None):
-            given = rule.bounds
         followed = _Optimizer(optimizer, list(given) if isinstance(given, (list, tuple)) else given)
         self.optimizers.append(followed)
         for name, method in (

@@ -44,6 +44,8 @@ def clip_bound(optimizer: DPOptimizer, given: Any) -> float | list[float]:
         given: the bound with which it was made.
     """
     bound = float(optimizer.max_grad_norm)
+    if own := getattr(getattr(getattr(optimizer, "bookkeeping", None), "rule", None), "bounds", None):
+        return list(own)  # flash_clip's, which a program may set
     if not isinstance(given, (list, tuple)):
         return bound
     scale = bound / math.sqrt(sum(each * each for each in given))  # schedulers change only the total bound

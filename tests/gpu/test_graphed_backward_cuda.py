@@ -214,7 +214,7 @@ def test_a_step_whose_check_is_due_goes_without_the_graph(check: Check, eager: l
     """
     (batch,) = batches("mlp", [4])
     training, _ = both("mlp", torch.float64, batch)
-    training.module.situations.check = training.module._parts.check_steps = check  # which are off on a virtual GPU
+    training.module.situations.check = training.module.parts.check_steps = check  # which are off on a virtual GPU
     replayed = Replayed(training)
     assert [forward for forward in range(5, 23) if not replayed.step(batch)] == eager
 

@@ -4,7 +4,10 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +148,18 @@ def test_modules_are_copied_pickled_and_unwrapped() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bare.modules())
     bare(x).sum().backward()
     assert all(p.grad is not None for p in bare.parameters())
+
+
+def test_a_program_that_ends_after_its_first_steps_prints_nothing(tmp_path: Path) -> None:
+    """What follows the program until the next call is on where Python ends, which has no modules any more then."""
+    script = tmp_path / "short.py"
+    script.write_text(
+        "from tests.integration.flash_clip_models import make_private, mlp, train, vector_data\n"
+        "private = make_private(mlp().double(), vector_data(8), 'flash_clip')\n"
+        "train(private, steps=1)\n"
+    )
+    run = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
 
 
 def test_a_private_model_is_freed() -> None:

@@ -5,11 +5,13 @@ Book-keeping as in Bu et al. 2023 (arXiv 2210.00038): norms are complete only wh
 so each layer keeps what its clipped sum needs, and the sums are formed afterwards.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from opacus_memprof.clipping.agreement import KeptRefusal
 from opacus_memprof.clipping.arguments import ClipRule, Nonfinite
@@ -54,6 +56,7 @@ class Bookkeeping:
         refusal: the error that the next step raises, where several ranks train the model.
         first_forward: the number of the first forward with the layers that the model has now.
         is_captured: whether a CUDA graph of the pass is captured, whose norms are checked after each replay.
+        is_copy: whether it is the copy of another one, which no private optimizer steps.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Bookkeeping:
         self.dropped: list[int] = []
         self.dropped_in_all = 0
         self.first_forward = 0
-        self.is_captured = False
+        self.is_captured = self.is_copy = False
         self.refusal = KeptRefusal()
         self._factors_of_sums: torch.Tensor | None = None
         self._passes: list[BackwardPass] = []
@@ -89,7 +92,21 @@ class Bookkeeping:
         self._called: dict[int, set[Layer]] = {}  # by the number of the forward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_given": {}, "_counted": [], "_called": {}}
+        return {**vars(self), "is_copy": True, "_given": {}, "_counted": [], "_called": {}}
+
+    def give_to(self, optimizer: Optimizer) -> None:
+        """Gives the gradients to a private optimizer. The one that it wraps must not step while they wait."""
+        self.is_copy, reference = False, weakref.ref(self)
+
+        def refuse_step(*_: Any) -> None:
+            own = reference()
+            if own is not None and own.passes:
+                raise MemprofError(
+                    "the optimizer that was given to make_private is stepped itself, but the model's gradients wait "
+                    "for the private optimizer: call step() and zero_grad() of the one that make_private has returned."
+                )
+
+        optimizer.register_step_pre_hook(refuse_step)
 
     def clear(self) -> None:
         """Drops everything that is kept."""
@@ -182,7 +199,17 @@ class Bookkeeping:
         _remember(self._called, forward, called)
 
     def begin_backward(self, forward: int) -> None:
-        """Called when a backward reaches the outputs of a forward, before any layer adds anything."""
+        """Called when a backward reaches the outputs of a forward, before any layer adds anything.
+
+        Raises:
+            MemprofError: no private optimizer was made for a copy of a private model.
+        """
+        if self.is_copy:
+            raise MemprofError(
+                "this model is a copy of a private model, and no private optimizer steps it, so that its gradients "
+                "would be lost: copy the model before make_private, or call remove_hooks() of a copy that make_private "
+                "has wrapped, and then train it or make it private. Freeze a copy that only passes gradients on."
+            )
         task = torch._C._current_graph_task_id()
         self._tasks.setdefault(forward, set()).add(task)
         for each in self._passes:

@@ -74,9 +74,9 @@ class AttachedHooks:
         if not registry.is_sharded:
             self._watch(parameter_names)
 
-    def is_tapped(self, module: nn.Module) -> bool:
-        """Returns whether the module has the hooks of a layer."""
-        return module in self._taps
+    def tap_of(self, module: nn.Module) -> int | None:
+        """Returns the id of the hook that taps a layer's output; None if the module has no hooks of a layer."""
+        return self._taps.get(module)
 
     def remove(self) -> None:
         """Removes all hooks."""

@@ -4,6 +4,7 @@
 Samples must not be mixed there.
 """
 
+import sys
 from collections import deque
 from typing import Any
 
@@ -63,8 +64,9 @@ class Parts:
         }
 
     def __del__(self) -> None:
-        for mode in self._all_modes():  # may still be entered
-            mode.end()
+        if not sys.is_finalizing():
+            for mode in self._all_modes():  # may still be entered
+                mode.end()
 
     def _all_modes(self) -> list[OtherSamples]:
         return self._modes if self._left is None else [*self._modes, self._left]
@@ -193,6 +195,15 @@ class Parts:
         if left is not None and left.is_on and left.batch == len(x):
             with unfollowed():
                 left.add(x, PLAIN, is_given=False)
+
+    def are_from_samples(self, x: Any, now: float) -> bool:
+        """Returns whether a setting of the optimizer was computed from samples of this step or of the one before.
+
+        Args:
+            x: a number, or a tensor of one.
+            now: the setting's present value, of which a moving average may be made.
+        """
+        return any(mode.depends(x) or mode._numbers.sets(x, now) for mode in self._all_modes())
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""

@@ -170,6 +170,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """The names of the parameters that were trained in the last forward."""
         return self.situations.trained
 
+    @property
+    def parts(self) -> Parts:
+        """What the program computes from the calls since the last step."""
+        return self._parts
+
     def modes(self) -> tuple[Any, Any]:
         """Returns the state of the model that proofs depend on and that a program may change between two forwards.
 
@@ -199,10 +204,6 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def end_step(self) -> None:
         """Called when a step has ended, and the program goes on."""
         self._parts.resume()
-
-    def are_calls_checked(self) -> bool:
-        """Returns whether what the program computes from the calls of this step is checked."""
-        return self._parts.is_due()
 
     def forget_calls(self) -> None:
         """Forgets the calls since the last step, which is refused or was a trial. Steps count from 1 again."""
@@ -266,9 +267,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
     # --- hooks of a layer ---
     def _before_layer(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._active():
+        if kwargs is None or not self._active():  # None: the hook was removed while the module's hooks are called
             return None
         changed = None
         for layer in self.registry.at.get(module, ()):
@@ -322,7 +323,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         if is_off:
             self._check_frozen(self._call)
             return None
-        was_layer = self._attached.is_tapped(module)
+        tap = self._attached.tap_of(module)
         try:
             if self._proofs.joint is None and not self.bookkeeping.is_captured:
                 self._parts.check_rows(self._call, self.registry.model)
@@ -336,7 +337,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._call.is_off = True
             return None
         # A hook that is added while a module's hooks run is not called in that call.
-        is_new = self._attached.is_tapped(module) and not was_layer
+        is_new = self._attached.tap_of(module) not in (None, tap)
         return self._before_layer(module, args, kwargs) if is_new else None
 
     def _check_frozen(self, call: Call) -> None:
@@ -518,8 +519,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.bookkeeping.loss_carries |= self._parts.carries
 
     def _check_shared_gradient(self, gradient: torch.Tensor) -> None:
-        error = gradient_of_shared_output(gradient)
-        if error is not None:
+        if (error := gradient_of_shared_output(gradient)) is not None:
             self._refuse(error)
 
     def _refuse_cache(self, repeated: Layer, gradient: torch.Tensor) -> None:

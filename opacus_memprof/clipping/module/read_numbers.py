@@ -192,6 +192,20 @@ class ReadNumbers:
                     return True
         return False
 
+    def sets(self, x: Any, now: float) -> bool:
+        """Returns whether a setting would become a number that was read, a multiple, or a moving average with it.
+
+        Args:
+            x: the new value.
+            now: the value until now.
+        """
+        if not _is_long(x):
+            return False
+        read = [each for each in self.read if math.isfinite(each) and each != 0]
+        made = [each * float(f"{x / each:.2g}") for each in read]
+        made += [now + share * (each - now) for each in read for share in _SHARES]
+        return any(abs(x - each) <= 1e-9 * abs(x) for each in made)
+
     def _derived(self) -> Iterator[float]:
         """Yields the numbers that were read, their sum and mean, and what programs scale and shift by."""
         read = [float(each) for each in self.read if math.isfinite(each)]

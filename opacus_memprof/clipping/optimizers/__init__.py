@@ -77,7 +77,7 @@ class DPOptimizerFlashClipAdaptive(DPOptimizerFlashClip, AdaClipDPOptimizer):  #
         fraction = float(self.unclipped_num) / self.sample_size
         change = -self.clipbound_learning_rate * (fraction - self.target_unclipped_quantile)
         bound = self.max_grad_norm * math.exp(min(change, 700.0))  # larger numbers would overflow
-        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+        self.set_bound(min(max(bound, self.min_clipbound), self.max_clipbound))
 
     def _forget_sums(self) -> None:
         super()._forget_sums()

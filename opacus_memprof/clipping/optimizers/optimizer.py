@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of grad_sample_mode="flash_clip": Opacus' flat clipping and noise, from tensors that backward kept."""
 
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,13 +14,14 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from opacus_memprof.clipping.arguments import (
+    ClippingSettings,
     check_expected_size,
-    check_own_rule,
     check_same_reduction,
     check_trained,
     is_bound,
     refuse_closures,
 )
+from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
@@ -33,7 +33,7 @@ from opacus_memprof.errors import MemprofError
 _BYTES_AT_ONCE = 64 << 20  # of sums that are rounded together
 
 
-class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
+class DPOptimizerFlashClip(ClippingSettings, DPOptimizer):  # type: ignore[misc]
     """DPOptimizer whose clipped sums come from flash_clip.
 
     Clip factors, noise (from the same generator) and skipped steps are those of opacus.optimizers.DPOptimizer. One
@@ -53,15 +53,13 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
 
     Attributes:
         ranks: the number of ranks whose batches make up one step; `expected_batch_size` is that of each rank.
-        max_grad_norm: clipping bound. For clipping="per_layer" the root of the sum of the squared bounds: a new value
-            changes all bounds by the same ratio.
-        noise_multiplier: the standard deviation of the noise, in units of `max_grad_norm`.
 
     Raises:
         MemprofError: the optimizer lacks a trainable parameter, or its step needs other gradients than one noisy sum;
             its loss_reduction is not the module's; the noise multiplier is negative or not finite.
     """
 
+    bookkeeping: Bookkeeping
     ranks = 1
     _step_supports_amp_scaling = True  # lets GradScaler call `step`, which refuses it with a reason
     _is_last_step_skipped: bool
@@ -77,8 +75,9 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         refuse_closures(optimizer)
         self.bookkeeping = module.bookkeeping
         rule = module.bookkeeping.rule
-        super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
         self._module = module
+        super().__init__(optimizer, max_grad_norm=rule.bound if rule.by_parameter else max_grad_norm, **kwargs)
+        self.bookkeeping.give_to(optimizer)
         self._names: dict[nn.Parameter, str] = {}
         self._follow_model()
         self._sum_check: SumCheck | None = None
@@ -95,25 +94,6 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         """The trained parameters. While a step is prepared they stay the same, and are not collected again."""
         found: list[Any] = super().params if self._params_of_step is None else self._params_of_step
         return found
-
-    @property
-    def max_grad_norm(self) -> float:
-        return self.bookkeeping.rule.bound
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self.bookkeeping.rule.set_bound(value)
-        self._own_rule = self.bookkeeping.rule.values()
-
-    @property
-    def noise_multiplier(self) -> float:
-        return self._noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        if not (value >= 0 and math.isfinite(value)):
-            raise MemprofError(f"noise_multiplier would become {value!r}; give a finite number that is not negative.")
-        self._noise_multiplier = value
 
     @property
     def dropped_samples(self) -> list[int]:
@@ -163,7 +143,7 @@ class DPOptimizerFlashClip(DPOptimizer):  # type: ignore[misc]
         In recorded steps, also checks that the outputs explain all of them.
         """
         self._follow_model()
-        check_own_rule(self._own_rule, self.bookkeeping.rule)
+        self.check_own_rule()
         self.bookkeeping.check_complete(self.params, self._names, self._module.called_layers())
         self._module.check_explained()
 

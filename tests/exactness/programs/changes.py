@@ -221,6 +221,22 @@ def _replace_parameter_in_both(model: Any, optimizer: Any) -> None:
         group["params"] = [layer.weight if parameter is old else parameter for parameter in group["params"]]
 
 
+def _token(frozen: bool) -> Callable[[], nn.Module]:
+    """A model that has a parameter of its own beside its layers, as a class token."""
+
+    def build() -> nn.Module:
+        body = nn.Linear(6, 6).requires_grad_(not frozen)
+        token = nn.Parameter(torch.linspace(-1, 1, 6))
+        return Graph(lambda m, x: m.head(torch.tanh(m.body(x)) + m.token), body=body, head=nn.Linear(6, 3), token=token)
+
+    return build
+
+
+def _switch_body(model: Any, optimizer: Any) -> None:
+    body = inner(model).body
+    body.requires_grad_(not body.weight.requires_grad)
+
+
 def _add_frozen_layer(model: Any, optimizer: Any) -> None:
     torch.manual_seed(5)
     inner(model).append(nn.Linear(3, 3, dtype=next(model.parameters()).dtype).requires_grad_(False))
@@ -302,6 +318,7 @@ def _train_first(trains: bool) -> Callable[[Any, Any], None]:
 
 
 _HOLDS = {"holds_frozen": True}
+_SWITCHED = {"changes_frozen_beside_a_token": False, "changes_unfrozen_beside_a_token": True}
 _TWO = of_shape(5, 6, count=2)
 _THREE = of_shape(5, 6, count=3)
 PROGRAMS = [
@@ -316,6 +333,10 @@ PROGRAMS = [
             _HOLDS,
         )
         for trains in (True, False)
+    ),
+    *(
+        Program(name, _token(frozen), of_shape(5, 6, count=3, change=_switch_body), "exact", settings=_HOLDS)
+        for name, frozen in _SWITCHED.items()
     ),
     Program("parts_of_a_container_frozen_mixes", _container(False, _Mixing), _TWO, "refused", _losses_of_parts, _HOLDS),
     Program("parts_mixed_between", _two_parts, _THREE, "refused", _mixed_between_parts),
