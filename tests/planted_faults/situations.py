@@ -119,10 +119,26 @@ FAULTS = [
     Fault(
         "structure_without_children",
         "proof/model_state.py",
-        "return self._child_tokens, tuple(map(id, held))",
-        "return (), tuple(map(id, held))",
+        "return self._child_tokens, names, tuple(map(id, held))",
+        "return (), names, tuple(map(id, held))",
         "A module that is put in later is not followed.",
         programs("number_of_child_mixes"),
+    ),
+    Fault(
+        "structure_without_names",
+        "proof/model_state.py",
+        "names = tuple(chain.from_iterable(self._parameters))",
+        "names = ()",
+        "A parameter that gets another name is looked for by the one before.",
+        programs("changes_pruning_ends"),
+    ),
+    Fault(
+        "cached_parameters_are_taken",
+        "layers/registry.py",
+        "if parametrize._cache_enabled and any(",
+        "if False and any(",
+        "A parametrized weight is that of an earlier call, and its refusal names mixing instead.",
+        programs("changes_cached_from_step_2"),
     ),
     Fault(
         "order_of_layers_is_not_compared",

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.layers import LAYERS, GenericLayer, Layer, layer_for
@@ -66,6 +67,15 @@ def refuse_context_parallel() -> None:
         raise MemprofError(
             "under context parallelism a rank has a part of each sample: flash_clip supports only data parallelism, by "
             "DDP or fully_shard."
+        )
+
+
+def refuse_cached_parameters(model: nn.Module) -> None:
+    """Raises MemprofError inside `parametrize.cached()`, if a module of the model is parametrized."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
+        raise MemprofError(
+            "the model is called in torch.nn.utils.parametrize.cached(), so that its parametrized weights, from which "
+            "gradients are formed, are those of an earlier call: call the model outside of it."
         )
 
 

@@ -14,7 +14,12 @@ from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, res
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
 from opacus_memprof.clipping.layers import GenericLayer
-from opacus_memprof.clipping.layers.registry import LayerRegistry, check_model, refuse_context_parallel
+from opacus_memprof.clipping.layers.registry import (
+    LayerRegistry,
+    check_model,
+    refuse_cached_parameters,
+    refuse_context_parallel,
+)
 from opacus_memprof.clipping.module.calls import Call, batch_size
 from opacus_memprof.clipping.proof.batches import is_compiled, leaves_of_call, tensors_in, tensors_of_call
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
@@ -127,6 +132,7 @@ class CallProofs:
         Raises:
             MemprofError: clipping would not be exact.
         """
+        refuse_cached_parameters(self.registry.model)
         hooks, batch, random = self.hooks, self.hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
         call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))

@@ -55,11 +55,15 @@ class ModelState:
         self._attributes = Attributes(self._dicts, tensors, map(type, self._modules))
 
     def structure(self) -> tuple[Any, ...]:
-        """Returns the submodules, and the parameters with their requires_grad flags. The layers depend on these."""
+        """Returns the submodules, and the parameters with their names and requires_grad flags.
+
+        The layers depend on these. A parameter may get another name, as where pruning begins and ends.
+        """
         held = self._held = [p for p in chain.from_iterable(map(dict.values, self._parameters)) if p is not None]
         if self._seen_children.differ(chain.from_iterable(map(dict.values, self._children))):
             self._child_tokens = tuple(map(self._tokens.of, self._seen_children.objects))
-        return self._child_tokens, tuple(map(id, held)), tuple(map(_is_trained, held))
+        names = tuple(chain.from_iterable(self._parameters))
+        return self._child_tokens, names, tuple(map(id, held)), tuple(map(_is_trained, held))
 
     def modes(self) -> tuple[Any, ...]:
         """Returns training flags, classes, users' hooks, and forwards that were replaced on instances.

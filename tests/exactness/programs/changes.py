@@ -6,10 +6,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.exactness.judge import Batch, Step, step
-from tests.exactness.program import Graph, Program, floats, inner, of_shape, per_sample, scales, several
+from tests.exactness.program import (
+    Graph,
+    Program,
+    floats,
+    inner,
+    losses_of_outputs,
+    of_shape,
+    per_sample,
+    scales,
+    several,
+)
 
 
 # --- submodules called directly ---
@@ -237,6 +249,35 @@ def _switch_body(model: Any, optimizer: Any) -> None:
     body.requires_grad_(not body.weight.requires_grad)
 
 
+def _prune(model: Any, optimizer: Any) -> None:
+    prune.l1_unstructured(inner(model)[0], "weight", 0.4)
+
+
+def _pruned() -> nn.Module:
+    model = _chain()()
+    _prune(model, None)
+    return model
+
+
+def _end_pruning(model: Any, optimizer: Any) -> None:
+    prune.remove(inner(model)[0], "weight")
+
+
+def _weight_norm() -> nn.Module:
+    model = _chain()()
+    weight_norm(model[0])
+    return model
+
+
+def _in_cached(model: Any, batch: Batch) -> torch.Tensor:
+    with parametrize.cached():
+        return losses_of_outputs(model, batch)
+
+
+def _cached_from_step_2(model: Any, batch: Batch) -> torch.Tensor:
+    return _in_cached(model, batch) if len(batch["x"]) == 6 else losses_of_outputs(model, batch)
+
+
 def _add_frozen_layer(model: Any, optimizer: Any) -> None:
     torch.manual_seed(5)
     inner(model).append(nn.Linear(3, 3, dtype=next(model.parameters()).dtype).requires_grad_(False))
@@ -337,6 +378,16 @@ PROGRAMS = [
     *(
         Program(name, _token(frozen), of_shape(5, 6, count=3, change=_switch_body), "exact", settings=_HOLDS)
         for name, frozen in _SWITCHED.items()
+    ),
+    Program("changes_pruned", _chain(), of_shape(5, 6, count=3, change=_prune), "exact"),
+    Program("changes_pruning_ends", _pruned, of_shape(5, 6, count=3, change=_end_pruning), "exact"),
+    Program("changes_cached", _weight_norm, of_shape(5, 6), "refused", _in_cached),
+    Program(
+        "changes_cached_from_step_2",
+        _weight_norm,
+        several(lambda: floats(5, 6), lambda: floats(6, 6)),
+        "refused",
+        _cached_from_step_2,
     ),
     Program("parts_of_a_container_frozen_mixes", _container(False, _Mixing), _TWO, "refused", _losses_of_parts, _HOLDS),
     Program("parts_mixed_between", _two_parts, _THREE, "refused", _mixed_between_parts),
