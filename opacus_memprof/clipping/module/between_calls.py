@@ -4,8 +4,10 @@
 Samples must not be mixed there.
 """
 
+import functools
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from opacus_memprof.clipping.module.calls import Call, Outputs, arrangements_by_
 from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples
 from opacus_memprof.clipping.module.read_numbers import following_modes, makes_no_values, unfollowed
 from opacus_memprof.clipping.proof.batches import (
+    alias_leaves,
     cotangents,
     has_rows,
     has_samples,
@@ -26,7 +29,7 @@ from opacus_memprof.clipping.proof.batches import (
     leaves_of_call,
     tensors_in,
 )
-from opacus_memprof.clipping.proof.explanation import roots_of_backward
+from opacus_memprof.clipping.proof.explanation import graph_nodes, roots_of_backward
 from opacus_memprof.clipping.proof.summary import Tensors, halves, release
 from opacus_memprof.errors import MemprofError
 
@@ -83,6 +86,8 @@ class Parts:
             if mode.has_ended_some:
                 self._keep(mode)
         left, self._left = self._left, None
+        if left is not None:
+            left.is_earlier = True
         step = self._step + (not self._is_too_small)
         self.forget()
         self._step = step
@@ -108,27 +113,41 @@ class Parts:
         for mode in self._all_modes():
             mode.leave()
 
-    def begin_call(self, is_off: bool) -> None:
-        """Stops to follow what the program computes, because it calls the model.
-
-        Other models' modes do not follow a call that is proved not to mix samples: its operations are those of a proof.
-        Where no loss is to come any more, they end: their training may have, too.
-        """
+    def pause_all(self) -> None:
+        """Stops to follow what the program does not compute itself, for other models, too."""
         self.pause()
         for mode in following_modes():
             if isinstance(mode, OtherSamples):
                 mode.leave()
                 if mode.is_needed():
                     self._of_models.append(mode)
+
+    def resume_all(self) -> None:
+        """Goes on after that."""
+        self._follow_by_others()
+        self.resume()
+
+    def begin_call(self, is_off: bool) -> None:
+        """Stops to follow what the program computes, because it calls the model.
+
+        Other models' modes do not follow a call that is proved not to mix samples: its operations are those of a proof.
+        Where no loss is to come any more, they end: their training may have, too.
+        """
+        self.pause_all()
         if is_off:
             self._follow_by_others()
 
-    def end_call(self, call: Call, output: Any, batch: int) -> None:
-        """Makes other models' modes go on, in which the output of a call of a batch has other samples' rows."""
+    def end_call(self, call: Call, output: Any, batch: int, model: nn.Module) -> None:
+        """Makes other models' modes go on, in which the output of a call of a batch has other samples' rows.
+
+        The parameters of this model have none, although they may have as many rows.
+        """
         tensors = [] if output is None else tensors_in(output)
         places = call.situation.arrangements if call.situation is not None else arrangements_by_shape(tensors, batch)
         with unfollowed():
             for mode in self._of_models if not call.is_off else ():
+                for parameter in model.parameters():
+                    mode.share(parameter)
                 if mode.batch != batch:
                     continue
                 for x, where in zip(tensors, places, strict=False):
@@ -160,24 +179,45 @@ class Parts:
             return self._mixes(mode, forward, where, gradient)
 
     def _mixes(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> bool:
-        is_first, mode.is_on = mode.is_on, False
         mixes = mode.mixes_gradients(gradient, where)
         self.carries |= mode.carries_gradients(gradient, where)
         mode.has_ended_some = True
         roots = roots_of_backward()
-        keeps_graph = len(roots) == 1 and len(roots[0][1]) > 1 and bool(roots[0][1][1])
+        losses, arguments = roots[0] if len(roots) == 1 else ([], [])
+        keeps_graph = len(arguments) > 1 and bool(arguments[1])
         if not keeps_graph:  # otherwise another loss may be computed from the same outputs
             mode.waiting.discard(forward)
+        is_first, mode.has_loss = not mode.has_loss, True
+        self._stop(mode, losses)
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(mode))
             mixes |= mode.weighs_unequally
-            if len(roots) == 1:
-                losses, arguments = roots[0]
+            if losses:
                 given = arguments[0] if arguments else [None] * len(losses)
                 mixes |= not mode.adds_up(losses, given)
         return mixes
 
-    def _end_backward(self, mode: OtherSamples) -> None:
+    def _stop_at(self, mode: OtherSamples, gradient: torch.Tensor) -> None:
+        if mode.is_on and not (mode.is_over or is_backward_of_inputs()):
+            roots = roots_of_backward()
+            self._stop(mode, roots[0][0] if len(roots) == 1 else ())
+
+    def _stop(self, mode: OtherSamples, losses: Sequence[torch.Tensor]) -> None:
+        """Does not follow the rest of a backward, which is the model's, except for the loss of other calls' outputs."""
+        if not mode.is_on:
+            return
+        mode.is_on = False
+        nodes = graph_nodes(losses, True)
+        handles = []
+        for node in nodes if mode.waiting else ():
+            handles += [node.register_prehook(mode.go_on), node.register_hook(mode.go_off)]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(mode, nodes, handles))
+
+    def _end_backward(self, mode: OtherSamples, nodes: list[Any], handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        mode.has_loss = False
+        with unfollowed():
+            mode.add_gradients(nodes)
         if mode.waiting:
             mode.is_on = True
         elif mode in self._modes:  # otherwise the step was refused meanwhile
@@ -229,6 +269,20 @@ class Parts:
         self.resume()
         return mode
 
+    def follow_off(self, call: Call, output: Any) -> Any:
+        """Follows what the program computes from a call that gives no parameters gradients. Returns its output.
+
+        A backward may reach its inputs: those of an adversarial attack, or what a generator has made.
+        """
+        aliases: list[torch.Tensor] = []
+        if call.has_gradients_of_inputs():
+            output, aliases = alias_leaves(output, [x for x in tensors_in(output) if x.requires_grad])
+        mode = self.follow(call, [(x, PLAIN) for x in tensors_in(output)], None)
+        if mode is not None:
+            for x in aliases:
+                x.register_hook(functools.partial(self._stop_at, mode))  # type: ignore[no-untyped-call]
+        return output
+
     def _add_call(self, call: Call, outputs: Outputs) -> OtherSamples | None:
         given = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if has_rows(leaf)]
         batch = len(given[0]) if given else 0
@@ -244,7 +298,8 @@ class Parts:
         if size > OTHER_BYTES:
             return None
         self._found = self._found or Tensors()
-        mode = next((mode for mode in self._modes if mode.batch == batch and not mode.has_ended_some), None)
+        modes = (mode for mode in self._modes if mode.batch == batch and mode.is_on and not mode.has_ended_some)
+        mode = next(modes, None)
         if mode is None:
             mode = OtherSamples(batch, size, self._constants, self._found)
             self._modes.append(mode)
@@ -274,30 +329,29 @@ class Parts:
         Raises:
             MemprofError: it does.
         """
-        left = self._left
-        modes = [*self._modes, *self._of_models]
-        if not modes and left is None:
-            return
+        own = [mode for mode in self._all_modes() if mode.is_on]
+        modes = [mode for mode in (*own, *self._of_models) if not mode.is_earlier]
         leaves = leaves_of_call(call.args, call.kwargs)
         mixes = any(any(map(mode.mixes, leaves)) for mode in modes)
         if mixes or any(mode.reads_numbers for mode in self._modes):
             self._refuse(call)
-        if left is not None:
-            given = [leaf for leaf in leaves if has_rows(leaf)]
-            given = [leaf for leaf in given if len(leaf) == len(given[0])]
-            state = {f"'{name}'": x for name, x in (*model.named_parameters(), *model.named_buffers())}
-            state |= {f"argument {i + 1} of the model": x for i, x in enumerate(leaves)}
-            batch = len(given[0]) if given else 0
-            name = next((name for name, x in state.items() if left.has_left(x, given, batch)), None)
-            if name is not None:
+        given = [leaf for leaf in leaves if has_rows(leaf)]
+        given = [leaf for leaf in given if len(leaf) == len(given[0])]
+        for mode in own:
+            found = [f"'{name}'" for name, x in (*model.named_parameters(), *model.named_buffers()) if mode.changes(x)]
+            if mode.is_earlier or mode in self._modes:
+                found += [f"argument {i + 1} of the model" for i, x in enumerate(leaves) if mode.has_left(x, given)]
+            if found and (mode.is_earlier or mode.took_earlier):
                 self.forget()
                 raise MemprofError(
-                    f"{name} gets what other samples have left in an earlier "
+                    f"{found[0]} gets what other samples have left in an earlier "
                     "step, beside the updates of the parameters: such as a queue or bank of features, a moving average "
                     "of outputs or losses, prototypes of classes, or earlier outputs as targets. These samples change "
                     "the gradients of others there, which no clipping bounds. Compute it anew in each step, from the "
                     "parameters and each sample's own data or from public data, or use it for logging alone."
                 )
+            if found:
+                self._refuse(call)
 
     def check_gradients(self, call: Call, batch: int) -> None:
         """Checks the same by derivatives, for all parts that were called in this step.

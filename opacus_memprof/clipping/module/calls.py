@@ -67,6 +67,11 @@ class Call:
     thread: int = field(default_factory=threading.get_ident)
     other_thread: MemprofError | None = None
 
+    def has_gradients_of_inputs(self) -> bool:
+        """Returns whether a backward may give its inputs gradients, such as those of an adversarial attack."""
+        leaves = leaves_of_call(self.args, self.kwargs)
+        return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+
     def is_elsewhere(self) -> bool:
         """Returns whether the current thread is another one than the call's, and not a backward's of a checkpoint."""
         if threading.get_ident() == self.thread or torch._C._current_graph_task_id() != -1:

@@ -25,7 +25,7 @@ from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_a
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
 from opacus_memprof.clipping.forwards.repetition import is_repeating
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
+from opacus_memprof.clipping.forwards.state import Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
@@ -198,12 +198,15 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             raise
 
     def begin_step(self) -> None:
-        """Called when a step begins, whose operations are not the program's: ranks communicate there, for example."""
-        self._parts.pause()
+        """Called when a step begins, whose operations are not the program's: ranks communicate there, for example.
+
+        Other models' losses may depend on what it makes of the parameters, too.
+        """
+        self._parts.pause_all()
 
     def end_step(self) -> None:
         """Called when a step has ended, and the program goes on."""
-        self._parts.resume()
+        self._parts.resume_all()
 
     def forget_calls(self) -> None:
         """Forgets the calls since the last step, which is refused or was a trial. Steps count from 1 again."""
@@ -340,10 +343,14 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         is_new = self._attached.tap_of(module) not in (None, tap)
         return self._before_layer(module, args, kwargs) if is_new else None
 
+    def _is_followed(self, call: Call) -> bool:
+        """Returns whether another call may depend on one without gradients of parameters, as on an attack's."""
+        return self.registry.model.training or call.has_gradients_of_inputs()
+
     def _check_frozen(self, call: Call) -> None:
         """Checks the inputs of a call without gradients, whose outputs a later call may have as inputs."""
         try:
-            if self.registry.model.training:
+            if self._is_followed(call):
                 with unfollowed():
                     self._parts.check_rows(call, self.registry.model)
         except MemprofError as error:
@@ -426,19 +433,18 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             changed = self._end_call(call, output)
             return changed
         finally:
-            self._parts.end_call(call, output if changed is None else changed, self.layer_hooks.batch)
+            last = output if changed is None else changed
+            self._parts.end_call(call, last, self.layer_hooks.batch, self.registry.model)
 
     def _end_call(self, call: Call, output: Any) -> Any:
         if output is None or not self.hooks_enabled:
             self._parts.resume()
             return None
         if call.is_off:
-            is_refused = self.bookkeeping.refusal.error is not None
-            if self.registry.model.training and not self.bookkeeping.is_captured and not is_refused:
-                self._parts.follow(call, [(x, PLAIN) for x in tensors_in(output)], None)
-            else:
+            if not self._is_followed(call) or self.bookkeeping.is_captured or self.bookkeeping.refusal.error:
                 self._parts.resume()
-            return None
+                return None
+            return self._parts.follow_off(call, output)
         try:
             return self._finish(call, output)
         except MemprofError as error:

@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -25,8 +27,11 @@ from opacus_memprof.clipping.module.read_numbers import (
     unfollowed,
 )
 from opacus_memprof.clipping.proof.batches import Perturbed, has_rows, has_storage, leaves_of
-from opacus_memprof.clipping.proof.recorder import differing, far_apart
+from opacus_memprof.clipping.proof.explanation import graph_nodes
+from opacus_memprof.clipping.proof.model_state import written_leaves
+from opacus_memprof.clipping.proof.recorder import far_apart, mixes_rows
 from opacus_memprof.clipping.proof.summary import (
+    KnownSamples,
     Rows,
     Tensors,
     halves,
@@ -34,7 +39,6 @@ from opacus_memprof.clipping.proof.summary import (
     is_regular,
     may_be_table,
     release,
-    sample_hashes,
 )
 
 OTHER_BYTES = 64 << 20
@@ -101,11 +105,14 @@ class OtherSamples(FollowingMode):
         self._given: set[int] = set()  # the memory of inputs, of labels that are integers, and of gradients
         self._labels: set[int] = set()  # that of other labels, which a program may have computed
         self._known: set[int] = set()  # that of such labels of the step before
-        self._seen: dict[int, tuple[bool, bool]] = {}  # whether earlier samples stay in the halves, by their inputs
-        self._inputs: list[torch.Tensor] = []  # hashes of the samples' inputs in the calls
+        self._samples = KnownSamples()
         self._stay: list[torch.Tensor] = []  # which samples must stay in the plans of earlier steps
+        self._inputs_with_gradients: list[ReferenceType[torch.Tensor]] = []
         self.waiting: set[int] = set()  # the numbers of calls that no backward has reached
         self.has_ended_some = False  # whether a backward has reached a call
+        self.has_loss = False  # whether the loss of the running backward was checked
+        self.is_earlier = False  # whether the step of its calls has ended
+        self.took_earlier = False  # whether it has something of an earlier step
         self.is_over = False  # whether its backwards are over
         self._count = 0
         self._shared: dict[int, StorageWeakRef] = {}  # of tensors that do not depend on the samples
@@ -132,8 +139,29 @@ class OtherSamples(FollowingMode):
             (self._labels if is_label and x.is_floating_point() else self._given).add(storage._cdata)
 
     def add_inputs(self, given: Sequence[torch.Tensor]) -> None:
-        """Notes which samples a call has, by its inputs, so that a later step knows them again."""
-        self._inputs.append(sample_hashes(given, self.batch))
+        """Notes which samples a call has, by its inputs, so that a later step knows them again.
+
+        And which of them, or of the tensors that they were computed from, a backward may give gradients.
+        """
+        self._samples.add(given, self.batch)
+        behind = [x.variable for x in graph_nodes(given, stop_at_outputs=False) if hasattr(x, "variable")]
+        for x in (*given, *behind):
+            if x.requires_grad and has_rows(x) and len(x) == self.batch and not isinstance(x, nn.Parameter):
+                self._inputs_with_gradients.append(ref(x))
+
+    def add_gradients(self, nodes: Sequence[Any]) -> None:
+        """Adds the gradients that a backward has left, which ran through these nodes of the loss.
+
+        A call's inputs, and what a program adds to them, have a gradient of each sample. That of a parameter, which the
+        loss has beside the model, is followed to the next step, too, because its update depends on all samples.
+        """
+        for node in nodes:
+            if hasattr(node, "variable") and self.depends(node.variable.grad):
+                self._given.discard(node.variable.grad.untyped_storage()._cdata)
+        for x in (each() for each in self._inputs_with_gradients):
+            gradient = x.grad if x is not None and (x.is_leaf or x.retains_grad) else None
+            if gradient is not None and has_rows(gradient):
+                self.add(gradient, PLAIN, is_given=False)
 
     def other(self, x: torch.Tensor, plan: int) -> torch.Tensor | None:
         """Returns what the tensor is for other samples; None if it is not known."""
@@ -205,11 +233,8 @@ class OtherSamples(FollowingMode):
         Labels that are no integers may be outputs of another model, so that what follows from them is of the samples.
         """
         count = len(self.kept)
-        for hashes in self._inputs:
-            for sample, (first, second) in zip(hashes.tolist(), zip(*self.kept[:2], strict=True), strict=True):
-                before = self._seen.get(sample, (True, True))
-                self._seen[sample] = before[0] and bool(first), before[1] and bool(second)
-        self.kept, self._stay, self._inputs = self.kept[:2], [], []
+        self._samples.end_step(self.kept[:2])
+        self.kept, self._stay = self.kept[:2], []
         left, size = {}, 0
         for key, (storage, others) in self._others.items():
             own = [others[0], others[1], others[count]]
@@ -229,45 +254,49 @@ class OtherSamples(FollowingMode):
 
     def take(self, earlier: "OtherSamples", given: Sequence[torch.Tensor]) -> None:
         """Takes over what an earlier step has left, for a call with these inputs."""
-        self._seen, self._earlier = earlier._seen, earlier._numbers
-        self._known, self._stay = earlier._labels, earlier._staying(given, self.batch)
+        self._samples, self._earlier, self.took_earlier = earlier._samples, earlier._numbers, earlier.is_earlier
+        self._known, self._stay = earlier._labels, self._samples.staying(given, self.batch)
+        if not earlier.is_earlier and earlier.batch == self.batch:  # the same samples, such as those of an attack
+            self._stay = [*earlier.kept, torch.zeros(self.batch, dtype=torch.bool)]
+        inputs = {x.untyped_storage()._cdata for x in given}
         for key, (storage, others) in earlier._others.items():
-            if not storage.expired():  # type: ignore[no-untyped-call]
+            if not (storage.expired() or (key in inputs and key in self._known)):  # type: ignore[no-untyped-call]
                 self._others[key] = storage, [*[_UNCHANGED] * (len(self.kept) + 1), *others]
 
-    def _staying(self, given: Sequence[torch.Tensor], batch: int) -> list[torch.Tensor]:
-        """Returns which samples of a call must stay in each plan of earlier steps.
-
-        A sample that an earlier step had, too, may depend on what it has left there itself.
-        """
-        known = [self._seen.get(each) for each in sample_hashes(given, batch).tolist()]
-        halves = [[each is None or each[i] for each in known] for i in (0, 1)]
-        return [torch.tensor(each) for each in (*halves, [each is None for each in known])]
-
     @torch.no_grad()
-    def has_left(self, x: Any, given: Sequence[torch.Tensor], batch: int) -> bool:
-        """Returns whether an argument or a parameter of the next step's call has what other samples have left.
+    def has_left(self, x: Any, given: Sequence[torch.Tensor]) -> bool:
+        """Returns whether an argument of a call has what other samples have left in an earlier step.
 
         Args:
             x: the argument.
             given: the call's tensors with samples.
-            batch: their number.
         """
         if isinstance(x, float):
-            return self._numbers.repeats(x, self._numbers)
-        if not self.depends(x) or not x.numel():
+            numbers = self._numbers if self.is_over else self._earlier
+            return numbers.repeats(x, numbers)
+        if not self.depends(x) or x.untyped_storage()._cdata in self._labels | self._known:
             return False
-        by_row = x.dim() > 0 and len(x) == batch
-        stay = self._staying([each for each in given if not self.depends(each)], batch)
-        for plan in range(_CARRIED):
-            other = self.other(x, plan)
-            if other is None or not (by_row or plan == _CARRIED - 1):
-                continue
-            rows = stay[plan] if by_row else torch.ones(1, dtype=torch.bool)
-            a, b = (Rows.of(each if by_row else each.reshape(1, -1)) for each in (x.detach(), other))
-            if far_apart(a, b, rows):
-                return True
-        return False
+        if not (has_rows(x) and given and len(x) == len(given[0]) and (self.is_over or len(x) == self.batch)):
+            return (self.is_over or bool(self._stay)) and self._changes_in(x, self._plans - 1)
+        stay, first = self._stay, len(self.kept) + 1
+        if self.is_over:
+            known = [each for each in given if not self.depends(each)]
+            stay, first = self._samples.staying(known, len(x)), 0
+        rows = Rows.of(x.detach())
+        others = ((self.other(x, plan), kept) for plan, kept in enumerate(stay, first))
+        return any(other is not None and far_apart(rows, Rows.of(other), kept) for other, kept in others)
+
+    def changes(self, x: torch.Tensor) -> bool:
+        """Returns whether a tensor that all samples share has what samples have left there, in this step or before."""
+        return self.depends(x) and any(self._changes_in(x, plan) for plan in (len(self.kept), self._plans - 1))
+
+    @torch.no_grad()
+    def _changes_in(self, x: torch.Tensor, plan: int) -> bool:
+        other = self.other(x, plan) if x.numel() else None
+        if other is None:
+            return False
+        a, b = (Rows.of(each.reshape(1, -1)) for each in (x.detach(), other))
+        return far_apart(a, b, torch.ones(1, dtype=torch.bool))
 
     def is_needed(self) -> bool:
         """Returns whether a loss may come that is computed from the samples. Not after a backward that has failed."""
@@ -278,6 +307,14 @@ class OtherSamples(FollowingMode):
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Returns whether the program's functions are compiled under it. A loss would not be seen in one."""
         return self.is_over
+
+    def go_on(self, *_: Any) -> None:
+        """Called before the program's part of a backward."""
+        self.is_on = not self.is_over
+
+    def go_off(self, *_: Any) -> None:
+        """Called after the program's part of a backward."""
+        self.is_on = False
 
     def end(self) -> None:
         """Ends its work, and frees the tensors."""
@@ -315,22 +352,9 @@ class OtherSamples(FollowingMode):
         """Returns whether an argument of the next call has rows of other samples, or of several."""
         if not self.depends(x):
             return self._numbers.has("full", x)
-        count = self.batch
-        ways = {(d, tiled) for d in range(min(2, x.dim())) if x.shape[d] % count == 0 for tiled in (True, False)}
-        has_rows = any(d == 0 for d, _ in ways)
-        of_all = torch.ones(len(x) if x.dim() else 1, dtype=torch.bool, device=x.device)
-        for i, kept in enumerate(self.kept if x.numel() else ()):
-            other = self.other(x, i)
-            if other is None:
-                return False
-            for d, tiled in list(ways):
-                times = x.shape[d] // count
-                rows = kept.repeat(times) if tiled else kept.repeat_interleave(times)
-                if far_apart(Rows.of(x.transpose(0, d)), Rows.of(other.transpose(0, d)), rows):
-                    ways.discard((d, tiled))
-            if not has_rows:
-                of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
-        return not ways and x.numel() > 0 and (has_rows or bool(of_all.any()))
+        others = [self.other(x, i) for i in range(len(self.kept))]
+        known = [each for each in others if each is not None]
+        return len(known) == len(others) and mixes_rows(x, known, self.kept)
 
     @torch.no_grad()
     def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:
@@ -396,10 +420,8 @@ class OtherSamples(FollowingMode):
         numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
         changed = [i for i in plans if numbers[i] or any(self._is_changed(x, i) for x in leaves)]
         if func._schema.is_mutable:
-            for leaf in leaves:
-                if has_storage(leaf):
-                    self._perturbed.pop(leaf.untyped_storage()._cdata, None)
-                    self._add_storages(leaf, changed)
+            for leaf in filter(has_storage, written_leaves(func, args, kwargs)):
+                self._write(leaf, changed)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
         inputs = {i: [self.other(x, i) if self.depends(x) else x for x in leaves] for i in changed}
@@ -499,8 +521,15 @@ class OtherSamples(FollowingMode):
         except Exception:  # not for these samples
             return None
 
-    def _add_storages(self, x: torch.Tensor, plans: Sequence[int]) -> None:
-        """Gives a tensor memory of its own in these plans, with its values, as far as the bytes allow."""
+    def _write(self, x: torch.Tensor, plans: Sequence[int]) -> None:
+        """Gives a tensor that is written memory of its own in these plans, with its values, as far as the bytes allow.
+
+        It stops to be an input or a label.
+        """
+        key = x.untyped_storage()._cdata
+        if self._perturbed.pop(key, None) is not None:
+            self._given.discard(key)
+        self._labels.discard(key)
         storages = self._storages_of(x) if self.depends(x) else [_UNCHANGED] * self._plans
         new = [i for i in plans if storages[i] is _UNCHANGED]
         if not new:

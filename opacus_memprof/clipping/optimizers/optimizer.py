@@ -25,7 +25,6 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
-from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, unexpected_size
 from opacus_memprof.clipping.workspace import batches, is_low_precision, rounded_target
 from opacus_memprof.errors import MemprofError
@@ -289,8 +288,10 @@ class DPOptimizerFlashClip(ClippingSettings, DPOptimizer):  # type: ignore[misc]
 
     @_disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        found: float | None = super().step(closure)
-        self._module.end_step()
+        try:
+            found: float | None = super().step(closure)
+        finally:
+            self._module.end_step()
         return found
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
@@ -302,16 +303,15 @@ class DPOptimizerFlashClip(ClippingSettings, DPOptimizer):  # type: ignore[misc]
                 a CUDA graph is captured.
             ValueError: `zero_grad` was not called since the last step (as in Opacus).
         """
+        refuse_capture()
         self._params_of_step = self.params
         try:
-            with unfollowed():  # also by another model, whose loss comes later
-                return self._pre_step()
+            self._module.begin_step()
+            return self._pre_step()
         finally:
             self._params_of_step = None
 
     def _pre_step(self) -> bool:
-        refuse_capture()
-        self._module.begin_step()
         if self.bookkeeping.passes:  # otherwise this is the step of the refused forward
             self._give_up_refused()
         if self._parts.are_left(self._is_last_step_skipped, self.drawn):

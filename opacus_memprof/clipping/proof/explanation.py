@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -164,6 +164,23 @@ def roots_of_backward() -> list[tuple[Any, Any]]:
         roots += [] if caller is None else [(caller.f_locals["t_outputs"], caller.f_locals["args"])]
     caller = None  # one of them is this function's own frame, which would keep the losses alive in a circle
     return roots
+
+
+def graph_nodes(tensors: Iterable[torch.Tensor], stop_at_outputs: bool) -> list[Any]:
+    """Returns the nodes of autograd's graph that a backward from these tensors reaches.
+
+    Args:
+        tensors: the tensors.
+        stop_at_outputs: whether what is behind outputs of private models is left out.
+    """
+    waiting, seen = [x.grad_fn for x in tensors], dict[Any, None]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or (stop_at_outputs and node.name() == _ALIAS):
+            continue
+        seen[node] = None
+        waiting += [each for each, _ in node.next_functions]
+    return list(seen)
 
 
 def reductions_of_loss() -> set[str]:

@@ -208,20 +208,24 @@ class WriteGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not _sets_to_itself(func, args):
-            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._refuse_parameters(given.get(argument.name))
+            self._refuse_parameters(written_leaves(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _refuse_parameters(self, written: Any) -> None:
-        for x in tree_leaves(written):
+    def _refuse_parameters(self, written: list[Any]) -> None:
+        for x in written:
             if isinstance(x, torch.Tensor) and (name := self._names.get(x.untyped_storage()._cdata)) is not None:
                 raise MemprofError(
                     f"the model's forward writes to its parameter {name}, whose value then depends on data that was "
                     "neither clipped nor noised. Let the optimizer alone change it, or use torch.no_grad() after "
                     "optimizer.step()."
                 )
+
+
+def written_leaves(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns what an operation of PyTorch's dispatcher writes to."""
+    given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    arguments = (each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tree_leaves([given.get(each.name) for each in arguments])
 
 
 def _sets_to_itself(func: Any, args: Any) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -268,6 +268,31 @@ def far_apart(a: Rows, b: Rows, kept: torch.Tensor, may_jump: bool = False) -> b
 def differing(a: Rows, b: Rows) -> torch.Tensor:
     """Returns which samples differ by more than rounding, [B]."""
     return a.differences(b) > _rounding_of(a, b)
+
+
+def mixes_rows(x: torch.Tensor, others: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> bool:
+    """Returns whether rows of samples that stay change with other samples, wherever in a tensor the samples are.
+
+    Args:
+        x: the tensor.
+        others: what it is where other samples change.
+        kept: for each of these, which samples stay, [B].
+    """
+    if not x.numel():
+        return False
+    count = len(kept[0])
+    ways = {(d, tiled) for d in range(min(2, x.dim())) if x.shape[d] % count == 0 for tiled in (True, False)}
+    has_rows = any(d == 0 for d, _ in ways)
+    of_all = torch.ones(len(x) if x.dim() else 1, dtype=torch.bool, device=x.device)
+    for other, stay in zip(others, kept, strict=False):
+        for d, tiled in list(ways):
+            times = x.shape[d] // count
+            rows = stay.repeat(times) if tiled else stay.repeat_interleave(times)
+            if far_apart(Rows.of(x.transpose(0, d)), Rows.of(other.transpose(0, d)), rows):
+                ways.discard((d, tiled))
+        if not has_rows:
+            of_all &= differing(*(Rows.of(each.reshape(len(of_all), -1)) for each in (x, other)))
+    return not ways and (has_rows or bool(of_all.any()))
 
 
 def _rounding_of(a: Rows, b: Rows) -> float:

@@ -294,6 +294,35 @@ def sample_hashes(given: Sequence[torch.Tensor], batch: int) -> torch.Tensor:
     return total
 
 
+class KnownSamples:
+    """The samples that calls had, by their inputs, and in which of two plans with other samples they stay."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, tuple[bool, bool]] = {}
+        self._hashes: list[torch.Tensor] = []  # of the calls of this step
+
+    def add(self, given: Sequence[torch.Tensor], batch: int) -> None:
+        """Notes which samples a call has, so that a later step knows them again."""
+        self._hashes.append(sample_hashes(given, batch))
+
+    def end_step(self, plans: Sequence[torch.Tensor]) -> None:
+        """Notes which of the samples of its calls stay in each of the two plans."""
+        for hashes in self._hashes:
+            for sample, (first, second) in zip(hashes.tolist(), zip(*plans, strict=True), strict=True):
+                before = self._stays.get(sample, (True, True))
+                self._stays[sample] = before[0] and bool(first), before[1] and bool(second)
+        self._hashes = []
+
+    def staying(self, given: Sequence[torch.Tensor], batch: int) -> list[torch.Tensor]:
+        """Returns which samples of a call must stay in each plan, and in the one in which no earlier sample stays.
+
+        A sample that an earlier step had, too, may depend on what it has left there itself.
+        """
+        known = [self._stays.get(each) for each in sample_hashes(given, batch).tolist()]
+        halves = [[each is None or each[i] for each in known] for i in (0, 1)]
+        return [torch.tensor(each) for each in (*halves, [each is None for each in known])]
+
+
 def may_be_table(x: torch.Tensor) -> bool:
     """Returns whether a tensor may have rows of its own, instead of those of the samples, as far as one step tells."""
     return x.is_floating_point() or x.is_complex() or len(torch.unique(x, dim=0)) == len(x)

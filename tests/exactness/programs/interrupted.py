@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that call the model again, or another private one, between a call and its loss.
+"""Loops that call the model again, or another private one, between a call and its loss, or attack its inputs.
 
 Each interruption runs with a loss that mixes samples, which must be refused, and with one that does not.
 """
@@ -30,7 +30,7 @@ class _Second:
         if isinstance(first, GradSampleModuleFlashClip):
             self.module = GradSampleModuleFlashClip(self.model, loss_reduction="sum", max_grad_norm=_BOUND)
             self.optimizer = DPOptimizerFlashClip(
-                torch.optim.SGD(self.model.parameters(), lr=0.0),
+                torch.optim.SGD(self.model.parameters(), lr=0.1),
                 module=self.module,
                 noise_multiplier=0.0,
                 max_grad_norm=_BOUND,
@@ -166,6 +166,111 @@ def _learn_from_one_another(weigh: Weigh) -> Body:
     return body
 
 
+def _learns_through_another(weigh: Weigh) -> Body:
+    """GAN: the second model tells inputs from the first one's outputs, and learns by steps of its own before."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        second = _second(m, s)
+        fake = torch.cat([m(b["x"]), b["x"][:, :2]], 1)
+        second.train(_squares(second.module(fake.detach())) - _squares(second.module(b["x"])))
+        train(weigh(_squares(second.module(fake))))
+        second.module.zero_grad()
+
+    return body
+
+
+def _loss_before_a_call(weigh: Weigh) -> Body:
+    """The loss of the first call is computed before the second one, and runs backward after the second one's."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        losses = weigh(_entropy(m(b["x"]), b))
+        train(losses + _squares(m(b["x"] + 1)))
+
+    return body
+
+
+# --- what backward gives the inputs ---
+def _attacked(weigh: Weigh) -> Body:
+    """Adversarial training: inputs move by the signs of their gradients, which a backward leaves."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        x = b["x"].clone().requires_grad_()
+        _backward(_entropy(m(x), b))
+        m.zero_grad()
+        train(_entropy(m(_moved(x, x.grad, weigh)), b))
+
+    return body
+
+
+def _attacked_twice(weigh: Weigh) -> Body:
+    """The gradient is that of what is added to the inputs."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        delta = torch.zeros_like(b["x"]).requires_grad_()
+        for _ in range(2):
+            _backward(_entropy(m(b["x"] + delta), b))
+            delta = _moved(delta, delta.grad, weigh).requires_grad_()
+        m.zero_grad()
+        train(_entropy(m((b["x"] + delta).detach()), b))
+
+    return body
+
+
+def _attacked_in_evaluation(weigh: Weigh) -> Body:
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        x = (2 * b["x"]).requires_grad_()
+        m.eval()
+        _backward(_entropy(m(x), b))
+        m.train()
+        m.zero_grad()
+        train(_entropy(m(_moved(x, x.grad, weigh)), b))
+
+    return body
+
+
+def _attacked_while_frozen(weigh: Weigh) -> Body:
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        x = (2 * b["x"]).requires_grad_()
+        m.requires_grad_(False)
+        _backward(_entropy(m(x), b))
+        m.requires_grad_(True)
+        train(_entropy(m(_moved(x, x.grad, weigh)), b))
+
+    return body
+
+
+def _attacked_beside_a_clean_call(weigh: Weigh) -> Body:
+    """Virtual adversarial training: the attacked call is the second one of its loss."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        delta = (0.1 * b["x"]).requires_grad_()
+        _backward(_squares(m(b["x"] + delta)))
+        m.zero_grad()
+        delta = _moved(delta, delta.grad, weigh)
+        train(_entropy(m(b["x"]), b) + _squares(m(b["x"] + delta)))
+
+    return body
+
+
+def _bias_between_calls(weigh: Weigh) -> Body:
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        losses = _entropy(m(b["x"]), b)
+        with torch.no_grad():
+            getattr(m, "_module", m)[0].bias.add_(losses.mean() if weigh is _weighed else 0.1)
+        train(losses + _squares(m(b["x"] + 1)))
+
+    return body
+
+
+def _backward(losses: torch.Tensor) -> None:
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _moved(x: torch.Tensor, gradient: torch.Tensor | None, weigh: Weigh) -> torch.Tensor:
+    assert gradient is not None
+    return (x + gradient.sign() * weigh(gradient.norm(dim=1)).unsqueeze(1)).detach()
+
+
 _ORDERS: dict[str, Callable[[Weigh], Body]] = {
     "call_in_a_mode": _in_a_mode,
     "step_in_a_mode": _whole_step_in_a_mode,
@@ -173,6 +278,14 @@ _ORDERS: dict[str, Callable[[Weigh], Body]] = {
     "second_call_of_fewer": _second_call_of_fewer,
     "two_losses_of_a_call": _two_losses_of_a_call,
     "learn_from_one_another": _learn_from_one_another,
+    "learn_through_another": _learns_through_another,
+    "loss_before_a_call": _loss_before_a_call,
+    "attacked": _attacked,
+    "attacked_twice": _attacked_twice,
+    "attacked_in_evaluation": _attacked_in_evaluation,
+    "attacked_while_frozen": _attacked_while_frozen,
+    "attacked_beside_a_clean_call": _attacked_beside_a_clean_call,
+    "bias_between_calls": _bias_between_calls,
 }
 
 
@@ -192,7 +305,9 @@ def _program(name: str, body: Body, is_clean: bool) -> Program:
             return Verdict("crash", moved, f"the program moves other samples' sums by {moved:.3g} C")
         message = _run(body, _model, batches)
         if message:
-            is_right = "of one sample each" in message or "left in an earlier step" in message
+            is_right = any(
+                each in message for each in ("of one sample each", "left in an earlier step", "between two calls")
+            )
             return Verdict("refused" if is_right else "wrong", moved, message)
         return Verdict("exact" if is_clean else "wrong", moved, f"other samples' sums move by {moved:.3g} C")
 

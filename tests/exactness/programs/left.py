@@ -247,6 +247,54 @@ def _after_evaluation(m: Any, b: Batch, train: Train, s: Any) -> None:
     s.center = h.detach().mean(0)
 
 
+def _into_gradients_of_inputs(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """Each batch moves by the gradients of the one before, row by row."""
+    x = (b["x"] + (0 if s.last is None else s.last.sign())).requires_grad_()
+    train(_entropy(m(x), b))
+    s.last = _gradients_of_inputs(m, x, b)
+
+
+def _gradients_of_inputs(m: Any, x: torch.Tensor, b: Batch) -> torch.Tensor:
+    """The same as `train` leaves under flash_clip."""
+    if x.grad is None:
+        _entropy(m(x), b).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _public_head(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """A head learns beside the private model, from the same samples, and is not private."""
+    s.last = s.last or _Beside(nn.Linear(4, 40))
+    losses = _entropy(s.last.module(m(b["x"])), b)
+    s.last.learns(train, losses)
+
+
+def _learned_centers(m: Any, b: Batch, train: Train, s: Any) -> None:
+    s.last = s.last or _Beside(nn.Embedding(40, 4))
+    losses = (m(b["x"]) - s.last.module(b["y"])).square().sum(1)
+    s.last.learns(train, losses)
+
+
+class _Beside:
+    """A module with an optimizer of its own, which is not private."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module.double()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def learns(self, train: Train, losses: torch.Tensor) -> None:
+        """One step, for which the private model's backward gives the gradients, if it runs one."""
+        train(losses)
+        if all(p.grad is None for p in self.module.parameters()):
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+        self.steps()
+
+    def steps(self) -> None:
+        """Updates the parameters."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 LEAVES: dict[str, Body] = {
     "queue": _queue,
     "queue_after_the_step": _queue_after,
@@ -274,6 +322,9 @@ LEAVES: dict[str, Body] = {
     "inputs": _inputs,
     "second_view": _in_two_passes,
     "after_evaluation": _after_evaluation,
+    "gradients_of_inputs": _into_gradients_of_inputs,
+    "public_head": _public_head,
+    "learned_centers": _learned_centers,
 }
 _MODELS = {
     "buffer": lambda: _with_shift(),
@@ -426,6 +477,38 @@ def _unused_difference(m: Any, b: Batch, train: Train, s: Any) -> None:
     s.center = h.detach().mean(0)
 
 
+def _noise(s: Any) -> torch.Tensor:
+    s.at += 1
+    return torch.randn(_SIZE, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(s.at))
+
+
+def _generator(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """GAN: the generator learns through the private model, from noise alone."""
+    s.last = s.last or _Beside(nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 6)))
+    fake = s.last.module(_noise(s))
+    train(functional.softplus(-m(b["x"])[:, 0]) + functional.softplus(m(fake.detach())[:, 0]))
+    functional.softplus(-m(fake)[:, 0]).mean().backward()
+    s.last.steps()
+    m.zero_grad()
+
+
+def _small_generator(m: Any, b: Batch, train: Train, s: Any) -> None:
+    s.last = s.last or _Beside(nn.Linear(3, 6))
+    _generator(m, b, train, s)
+
+
+def _generator_of_a_frozen_critic(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """WGAN: the critic is frozen while the generator learns."""
+    s.last = s.last or _Beside(nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 6)))
+    for _ in range(2):
+        fake = s.last.module(_noise(s)).detach()
+        train(m(fake)[:, 0] - m(b["x"])[:, 0])
+    m.requires_grad_(False)
+    (-m(s.last.module(_noise(s)))[:, 0].mean()).backward()
+    m.requires_grad_(True)
+    s.last.steps()
+
+
 CLEAN: dict[str, Body] = {
     "printed_losses": _printed,
     "metrics": _metrics,
@@ -443,6 +526,9 @@ CLEAN: dict[str, Body] = {
     "plateau": _plateau,
     "statistics_of_outputs": _gathered_statistics,
     "loss_without_gradients": _unused_difference,
+    "generator": _generator,
+    "small_generator": _small_generator,
+    "generator_of_a_frozen_critic": _generator_of_a_frozen_critic,
 }
 _AGAIN = ("own_bank", "own_weights", "noise_and_targets", "static_tensors", "printed_losses", "evaluation")
 """Loops that also run on the same samples in each step, in the same order and in another one."""
