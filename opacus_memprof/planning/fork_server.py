@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NoReturn
 
 from opacus_memprof.planning import run_process
@@ -37,6 +37,10 @@ from opacus_memprof.running.program import print_exception
 from opacus_memprof.virtual_gpu.requirements import LIBRARIES
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_FOLDERS = (*_INSTALLED, sysconfig.get_path("stdlib") + os.sep)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOT_THE_PROGRAM = (*_FOLDERS, _PACKAGE, "<")  # beginnings of files: installed, the profiler's, made by Python
 _REFUSED = 77  # exit code of a fork that must not serve
 
 
@@ -54,6 +58,7 @@ class ForkServer:
         self._environment = dict(os.environ)
         self._command: list[str] = []  # the command of the program, in its process
         self._learns = learns
+        self._draws = run_process.KeptDraws()
         self._reports = socket.socketpair(type=socket.SOCK_DGRAM)  # of imports, from the programs to this process
         # Handlers registered before torch is imported run after torch's, as in a new process.
         self._before_torch = contextlib.ExitStack()
@@ -108,6 +113,10 @@ class ForkServer:
         same = all(_file(hidden.get(name, sys.modules.get(name))) == file for name, file in modules.items())
         return same and not asked and self.can_fork() and _random_states(hidden) == states
 
+    def keep_draws(self) -> None:
+        """Makes a fork of this process share the random numbers of large tensors on the CPU with the other forks."""
+        self._draws.install(self._hidden.pending["torch"])
+
     def become(self, command: Sequence[str], streams: Sequence[int], changed: Collection[str] = ()) -> None:
         """Turns a fork of this process into one in which a program can begin.
 
@@ -117,7 +126,7 @@ class ForkServer:
             changed: files of which the program reads copies with changes.
         """
         self._environment = dict(os.environ)
-        self._imports = ImportedModules(self._environment, set(self._hidden.pending), changed)
+        self._imports = ImportedModules(self._environment, self._hidden.pending, changed)
         if self._learns:
             sys.meta_path.insert(0, self._imports)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -230,6 +239,7 @@ def send_exit_code(child: int, connection: socket.socket) -> NoReturn:
 def _run(server: ForkServer, configuration: str, directory: str, log: str) -> NoReturn:
     command = [sys.executable, "-m", run_process.__name__, configuration, directory]
     changed = [change["file"] for change in json.loads(configuration)["changes"] if change["kind"] == "line"]
+    server.keep_draws()
     with open(os.devnull, "rb") as nothing, open(log, "ab") as end:
         server.become(command, [nothing.fileno(), end.fileno(), end.fileno()], changed)
     sys.argv = [run_process.__file__, configuration, directory]
@@ -328,19 +338,26 @@ class _Loader(Loader):
 class ImportedModules(MetaPathFinder):
     """Takes note of installed modules that a program imports, while it has changed nothing that they could depend on.
 
-    That is until it sets a variable of the environment or torch's default type, or uses the GPU.
+    That is until it sets a variable of the environment or torch's default type, uses the GPU, or replaces a function or
+    a class of a module, of which a later import takes what it finds.
 
     Args:
         environment: the variables at the beginning.
-        known: modules that count as imported.
+        known: the modules that count as imported, by name.
         changed: files of which the program reads changed copies.
     """
 
-    def __init__(self, environment: Mapping[str, str], known: Collection[str], changed: Collection[str] = ()) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], known: Mapping[str, ModuleType], changed: Collection[str] = ()
+    ) -> None:
         self._environment = environment
-        self._known = known
+        self._known = set(known)
         self._changed = {os.path.realpath(file) for file in changed}
         self._names: list[str] = []
+        self._before: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {}  # the callables of modules
+        self._look({**sys.modules, **known})
+        self._statement: tuple[object, int] = (None, 0)  # of the program, the last one that imported
+        self._is_patched = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Finds nothing."""
@@ -349,17 +366,64 @@ class ImportedModules(MetaPathFinder):
 
     def modules(self) -> dict[str, str]:
         """Returns the files of the modules, in the order of their imports; {} if one of the files is changed."""
-        folders = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
         files = {name: _file(sys.modules.get(name)) for name in self._names}
         if self._changed & {os.path.realpath(file) for file in files.values()}:
             return {}
-        return {name: file for name, file in files.items() if file.startswith(folders)}
+        return {name: file for name, file in files.items() if file.startswith(_INSTALLED)}
+
+    def _look(self, modules: Mapping[str, ModuleType]) -> list[Any]:
+        """Takes note of what modules hold that were not seen before, and returns the functions and classes in them."""
+        found: list[Any] = []
+        for name in modules.keys() - self._before.keys():
+            values = getattr(modules[name], "__dict__", {})
+            is_installed = _file(modules[name]).startswith(_FOLDERS)
+            callables = [(key, value) for key, value in values.items() if callable(value)] if is_installed else []
+            self._before[name] = values, callables
+            found += [value for _, value in callables]
+        return found
 
     def _has_changed(self) -> bool:
+        statement = _statement()
+        if statement != self._statement and not self._is_patched:  # since a look takes as long as a short import
+            self._statement = statement
+            self._is_patched = any(
+                key in values and values[key] is not value and not _is_of_library(values[key])
+                for values, before in self._before.values()
+                for key, value in before
+            ) or any(map(_is_foreign, self._look(sys.modules)))
+        if self._is_patched:
+            return True
         torch = sys.modules.get("torch")
         if torch is not None and (torch.cuda.is_initialized() or torch.get_default_dtype() != torch.float32):
             return True
         return run_process.has_changed(self._environment)
+
+
+def _statement() -> tuple[object, int]:
+    """Returns the innermost running instruction of a file that is not installed: the program's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        frame = frame.f_back
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def _is_of_library(value: Any) -> bool:
+    """Returns whether the profiler or an installed module has put a value where it is, as it does in each run."""
+    return _source(value).startswith(_NOT_THE_PROGRAM) or type(value).__module__.startswith("opacus_memprof.")
+
+
+def _is_foreign(value: Any) -> bool:
+    """Returns whether a function or a class is in an installed module, but was not written in an installed file."""
+    source = _source(value)
+    return not source.startswith(_NOT_THE_PROGRAM) and os.path.isfile(source)  # Cython's have the names of others
+
+
+def _source(value: Any) -> str:
+    """Returns the file of a function or a class; "" if it is not known."""
+    code = getattr(value, "__code__", None)
+    if isinstance(code, CodeType):
+        return code.co_filename
+    return str(getattr(sys.modules.get(value.__module__), "__file__", "")) if isinstance(value, type) else ""
 
 
 def _file(module: ModuleType | None) -> str:
@@ -378,8 +442,10 @@ def _noted(name: str, owner: Any, calls: list[str]) -> Iterator[None]:
         return function()
 
     setattr(owner, name, noting)
-    yield
-    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
 
 
 def _random_states(hidden: Mapping[str, ModuleType]) -> list[Any]:

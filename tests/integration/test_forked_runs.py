@@ -118,6 +118,8 @@ begin = os.times()
 from transformers import GPT2Config, GPT2LMHeadModel
 end = os.times()
 open(sys.argv[1], "a").write(f"{end.user + end.system - begin.user - begin.system}\\n")
+large = torch.nn.Linear(700, 800)
+print(large.weight.double().sum().item(), large.bias.sum().item(), torch.empty(2**19).normal_(1, 3).std().item())
 config = GPT2Config(vocab_size=99, n_embd=64, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
 model = GPT2LMHeadModel(config).cuda()
 print(torch.rand(1).item(), [str(parameter.sum().item()) for parameter in model.parameters()][:3])
@@ -185,6 +187,45 @@ def test_packages_whose_import_does_more_stay_with_the_runs(tmp_path: Path) -> N
     ).stdout
     refused = {name: bool(int(code)) for name, code in (line.split() for line in printed.splitlines())}
     assert refused == {name: name not in ("calm", "calm_too") for name in files}
+
+
+IMPORTS_AFTER_A_PATCH = """
+import os, sys
+from opacus_memprof.planning.fork_server import ForkServer
+server = ForkServer(["torch"], learns=True)
+server.become([sys.executable], [0, 1, 2])
+import json, torch
+exec(sys.argv[1])
+import yaml
+exec(sys.argv[2])
+import tqdm
+print([name for name in server._imports.modules() if name in ("yaml", "tqdm")])
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "learned"),
+    [
+        ("", "", ["yaml", "tqdm"]),
+        ("torch.nn.functional.gelu = lambda x: x", "", []),
+        ("torch.nn.Linear = type('Mine', (torch.nn.Linear,), {})", "", []),
+        ("json.loads = json.dumps = len", "", []),
+        ("from unittest import mock; torch.rand = mock.Mock()", "", []),
+        ("", "class Mine: pass\nyaml.Loader = Mine", ["yaml"]),
+        ("torch.nn.Linear.reset_parameters = len; torch.extra = lambda: 0", "", ["yaml", "tqdm"]),
+    ],
+)
+def test_what_is_imported_after_a_patch_stays_with_the_runs(
+    first: str, then: str, learned: list[str], tmp_path: Path
+) -> None:
+    """An import takes what the program has put into other modules: that of the other process would not."""
+    pytest.importorskip("yaml")
+    program = tmp_path / "patches.py"
+    source = IMPORTS_AFTER_A_PATCH.replace("exec(sys.argv[1])", first).replace("exec(sys.argv[2])", then)
+    program.write_text(source)
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(learned)
 
 
 def test_variables_that_a_program_sets_count(forked: ForkedRuns, tmp_path: Path) -> None:

@@ -168,3 +168,23 @@ def test_other_layers_are_not_recognized(build: Callable[[], nn.Module]) -> None
     module = build()
     names = [name for name, _ in module.named_parameters(recurse=False)] or ["bias"]
     assert type(layer_for("layer", module, names)).__name__ == "GenericLayer"
+
+
+class Flagged(Transposed):
+    """What it computes follows from an attribute, not from its class."""
+
+    def __init__(self, squares: bool, private: bool) -> None:
+        super().__init__(4, 5)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.squares, self._squares = (False, squares) if private else (squares, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found**2 if self.squares or self._squares else found
+
+
+def test_layers_of_zeros_are_told_apart_by_their_attributes() -> None:
+    layers = [Flagged(squares, private) for squares in (False, True, False) for private in (False, True)]
+    kinds = [type(layer_for("layer", layer, ["weight", "bias"])).__name__ for layer in layers]
+    assert kinds == ["TransposedLinearLayer"] * 2 + ["GenericLayer"] * 2 + ["TransposedLinearLayer"] * 2

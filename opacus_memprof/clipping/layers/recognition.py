@@ -60,12 +60,43 @@ def _embedding(name: str, module: nn.Embedding, weight: torch.Tensor) -> Layer |
 
 
 def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Layer | None:
-    values: dict[str, torch.Tensor] = {}
-    if not weight.any():  # with zeros, any two layers agree; on a virtual GPU, large weights are always zeros
-        values = {
-            key: torch.randn(p.shape, dtype=p.dtype) for key, p in (("weight", weight), ("bias", bias)) if p is not None
-        }
-        weight, bias = values["weight"], values.get("bias")
+    # With zeros, any two layers agree; on a virtual GPU, large weights are always zeros.
+    kind = _kind_of_linear(module, weight, bias, {}) if weight.any() else _kind_by_draws(module)
+    return None if kind is None else kind(name, module)
+
+
+_known_kinds: dict[tuple[Any, ...], type[Layer] | None] = {}
+
+
+def _kind_by_draws(module: nn.Module) -> type[Layer] | None:
+    """Does what `_kind_of_linear` does, with values that are drawn: once for all modules of one form."""
+    form = _form(module)
+    if form is not None and form in _known_kinds:
+        return _known_kinds[form]
+    values = {name: torch.randn(p.shape, dtype=p.dtype) for name, p in module.named_parameters(recurse=False)}
+    kind = _kind_of_linear(module, values["weight"], values.get("bias"), values)
+    if form is not None:
+        _known_kinds[form] = kind
+    return kind
+
+
+def _form(module: nn.Module) -> tuple[Any, ...] | None:
+    """Returns all that a forward can depend on beside the parameters' values; None if there may be more."""
+    base = vars(nn.Module())
+    own = {name: value for name, value in vars(module).items() if name not in base}
+    if not all(isinstance(value, bool | int | float | str | None) for value in own.values()):
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or module._buffers:
+        return None
+    parameters = [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False)]
+    attributes = [(name, type(value), value) for name, value in own.items()]
+    return (type(module), type(module).forward, module.training, *parameters, *attributes)
+
+
+def _kind_of_linear(
+    module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, values: dict[str, torch.Tensor]
+) -> type[Layer] | None:
+    """Returns the linear layer that computes what a module computes with `values` in place of its parameters."""
     candidates: list[tuple[type[Layer], torch.Tensor]] = [(LinearLayer, weight.mT), (TransposedLinearLayer, weight)]
     for kind, matrix in candidates:
         x = torch.randn(2, 3, len(matrix), dtype=weight.dtype, device=weight.device)
@@ -75,7 +106,7 @@ def _linear(name: str, module: nn.Module, weight: torch.Tensor, bias: torch.Tens
         except RuntimeError:
             continue
         if _agree(found, expected):
-            return kind(name, module)
+            return kind
     return None
 
 
