@@ -196,30 +196,29 @@ server = ForkServer(["torch"], learns=True)
 server.become([sys.executable], [0, 1, 2])
 import json, torch
 exec(sys.argv[1])
-import yaml
+import pluggy
 exec(sys.argv[2])
-import tqdm
-print([name for name in server._imports.modules() if name in ("yaml", "tqdm")])
+import iniconfig
+print([name for name in server._imports.modules() if name in ("pluggy", "iniconfig")])
 """
 
 
 @pytest.mark.parametrize(
     ("first", "then", "learned"),
     [
-        ("", "", ["yaml", "tqdm"]),
+        ("", "", ["pluggy", "iniconfig"]),
         ("torch.nn.functional.gelu = lambda x: x", "", []),
         ("torch.nn.Linear = type('Mine', (torch.nn.Linear,), {})", "", []),
         ("json.loads = json.dumps = len", "", []),
         ("from unittest import mock; torch.rand = mock.Mock()", "", []),
-        ("", "class Mine: pass\nyaml.Loader = Mine", ["yaml"]),
-        ("torch.nn.Linear.reset_parameters = len; torch.extra = lambda: 0", "", ["yaml", "tqdm"]),
+        ("", "class Mine: pass\npluggy.HookimplMarker = Mine", ["pluggy"]),
+        ("torch.nn.Linear.reset_parameters = len; torch.extra = lambda: 0", "", ["pluggy", "iniconfig"]),
     ],
 )
 def test_what_is_imported_after_a_patch_stays_with_the_runs(
     first: str, then: str, learned: list[str], tmp_path: Path
 ) -> None:
     """An import takes what the program has put into other modules: that of the other process would not."""
-    pytest.importorskip("yaml")
     program = tmp_path / "patches.py"
     source = IMPORTS_AFTER_A_PATCH.replace("exec(sys.argv[1])", first).replace("exec(sys.argv[2])", then)
     program.write_text(source)
