@@ -300,7 +300,7 @@ def _reads_weights(penalty: float) -> Callable[[int], Verdict]:
 
 
 def _averaged(seed: int) -> Verdict:
-    """Averages of the weights are copies of the private model, which are trained a little as well."""
+    """Averages of the weights are copies of the private model, and one passes gradients on to its inputs."""
     model, module, optimizer, _ = _private(seed, loss_reduction="sum")
     averages = [AveragedModel(module), AveragedModel(model)]
     worst = Verdict("exact")
@@ -315,7 +315,7 @@ def _averaged(seed: int) -> Verdict:
             average.update_parameters(average.module if number == 3 else (module if average is averages[0] else model))
             with torch.no_grad():
                 average(x)
-        averages[1](x).sum().backward()
+        averages[1].requires_grad_(False)(x.requires_grad_()).sum().backward()
     return worst
 
 
