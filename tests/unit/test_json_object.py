@@ -42,6 +42,8 @@ def read_content(file: Path) -> Any:
         add_new(device["peak"], lines={})
     if "holders" in content:
         add_new(content["holders"], unattributed={})
+    if "largest_that_fits" in content.get("batch", {}):
+        add_new(content["batch"], unit="sample")
     for suggestion in content.get("suggestions", []):
         add_new(suggestion, is_tight=False)
     return content
