@@ -330,6 +330,8 @@ class Parts:
             MemprofError: it does.
         """
         own = [mode for mode in self._all_modes() if mode.is_on]
+        if not (own or self._modes or self._of_models):
+            return
         modes = [mode for mode in (*own, *self._of_models) if not mode.is_earlier]
         leaves = leaves_of_call(call.args, call.kwargs)
         mixes = any(any(map(mode.mixes, leaves)) for mode in modes)

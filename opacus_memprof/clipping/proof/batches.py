@@ -473,4 +473,4 @@ def has_rows(x: Any) -> bool:
 
 def has_storage(x: Any) -> bool:
     is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return is_plain and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
