@@ -66,7 +66,7 @@ FAULTS = [
         "            return leaf\n        if not isinstance(leaf, (int, float)):",
         "            return None\n        if not isinstance(leaf, (int, float)):",
         "A flag or a word among the arguments is not proved when it changes.",
-        programs("number_of_argument_mixes"),
+        unit("proof_summary::flags_and_words_make_other_kinds_of_calls"),
     ),
     Fault(
         "modes_without_training",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of tensors, by sample, against the tensors themselves."""
+"""Summaries of tensors, by sample, against the tensors themselves, and of the arguments of calls."""
 
 import pytest
 import torch
 
 from opacus_memprof.clipping.arguments import has_sums_checked, is_checked, is_explained
+from opacus_memprof.clipping.proof.model_state import Arguments
 from opacus_memprof.clipping.proof.recorder import far_apart
 from opacus_memprof.clipping.proof.summary import ManyRows, Rows
 
@@ -92,3 +93,15 @@ def test_relu_may_change_sign_in_a_batch_of_another_size(dtype: torch.dtype, is_
     assert far_apart(Rows.of(whole), Rows.of(alone), kept)
     assert far_apart(Rows.of(whole), Rows.of(alone), kept, may_jump=True) is is_far
     assert far_apart(Rows.of(whole), Rows.of(whole * 1.01), kept, may_jump=True)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_flags_and_words_make_other_kinds_of_calls(by_name: bool) -> None:
+    arguments, x = Arguments(), torch.zeros(4, 3)
+    values = [True, False, None, "mean", "sum"]
+    calls: list[tuple[tuple[object, ...], dict[str, object]]] = [
+        ((x,), {"reduce": each}) if by_name else ((x, each), {}) for each in values
+    ]
+    kinds = [arguments.signature(args, kwargs, 4) for args, kwargs in (*calls, *calls)]
+    assert len(set(kinds)) == len(values)
+    assert kinds[: len(values)] == kinds[len(values) :]
