@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -158,7 +159,9 @@ def test_a_program_that_ends_after_its_first_steps_prints_nothing(tmp_path: Path
         "private = make_private(mlp().double(), vector_data(8), 'flash_clip')\n"
         "train(private, steps=1)\n"
     )
-    run = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, check=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert run.stderr == ""
 
 
