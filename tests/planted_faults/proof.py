@@ -113,7 +113,7 @@ FAULTS = [
     Fault(
         "losses_need_not_add_up",
         "module/between_calls.py",
-        "mixes |= not mode.adds_up(losses, given)",
+        "mixes |= bool(losses) and not mode.adds_up(losses, given)",
         "mixes |= False",
         "A loss outside of the model mixes samples.",
         programs("between_loss_of_pairs", "between_loss_root_of_the_sum", "between_loss_by_the_largest"),
@@ -217,7 +217,7 @@ FAULTS = [
     Fault(
         "large_parameters_beside_the_model_are_public",
         "module/other_samples.py",
-        "self._given.discard(node.variable.grad.untyped_storage()._cdata)",
+        "self._given.discard(gradient.untyped_storage()._cdata)",
         "pass",
         "A head with an optimizer that is not private learns from all samples.",
         programs("left_public_head", "left_learned_centers"),

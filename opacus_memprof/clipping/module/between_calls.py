@@ -23,13 +23,14 @@ from opacus_memprof.clipping.module.read_numbers import following_modes, makes_n
 from opacus_memprof.clipping.proof.batches import (
     alias_leaves,
     cotangents,
+    graph_nodes,
     has_rows,
     has_samples,
     has_storage,
     leaves_of_call,
     tensors_in,
 )
-from opacus_memprof.clipping.proof.explanation import graph_nodes, roots_of_backward
+from opacus_memprof.clipping.proof.explanation import loss_of_backward
 from opacus_memprof.clipping.proof.summary import Tensors, halves, release
 from opacus_memprof.errors import MemprofError
 
@@ -182,31 +183,26 @@ class Parts:
         mixes = mode.mixes_gradients(gradient, where)
         self.carries |= mode.carries_gradients(gradient, where)
         mode.has_ended_some = True
-        roots = roots_of_backward()
-        losses, arguments = roots[0] if len(roots) == 1 else ([], [])
-        keeps_graph = len(arguments) > 1 and bool(arguments[1])
+        losses, given, keeps_graph = loss_of_backward()
         if not keeps_graph:  # otherwise another loss may be computed from the same outputs
             mode.waiting.discard(forward)
         is_first, mode.has_loss = not mode.has_loss, True
         self._stop(mode, losses)
         if is_first:
             mixes |= mode.weighs_unequally
-            if losses:
-                given = arguments[0] if arguments else [None] * len(losses)
-                mixes |= not mode.adds_up(losses, given)
+            mixes |= bool(losses) and not mode.adds_up(losses, given)
         return mixes
 
     def _stop_at(self, mode: OtherSamples, gradient: torch.Tensor) -> None:
         if mode.is_on and not (mode.is_over or is_backward_of_inputs()):
-            roots = roots_of_backward()
-            self._stop(mode, roots[0][0] if len(roots) == 1 else ())
+            self._stop(mode, loss_of_backward()[0])
 
     def _stop(self, mode: OtherSamples, losses: Sequence[torch.Tensor]) -> None:
         """Does not follow the rest of a backward, which is the model's, except for the loss of other calls' outputs."""
         if not mode.is_on:
             return
         mode.is_on = False
-        nodes = graph_nodes(losses, True)
+        nodes = graph_nodes(losses, stop_at_outputs=True)
         handles = []
         for node in nodes if mode.waiting else ():
             handles += [node.register_prehook(mode.go_on), node.register_hook(mode.go_off)]

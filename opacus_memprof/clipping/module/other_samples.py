@@ -26,8 +26,7 @@ from opacus_memprof.clipping.module.read_numbers import (
     makes_no_values,
     unfollowed,
 )
-from opacus_memprof.clipping.proof.batches import Perturbed, has_rows, has_storage, leaves_of
-from opacus_memprof.clipping.proof.explanation import graph_nodes
+from opacus_memprof.clipping.proof.batches import Perturbed, graph_nodes, has_rows, has_storage, leaves_of, variables
 from opacus_memprof.clipping.proof.model_state import written_leaves
 from opacus_memprof.clipping.proof.recorder import far_apart, mixes_rows
 from opacus_memprof.clipping.proof.summary import (
@@ -144,8 +143,7 @@ class OtherSamples(FollowingMode):
         And which of them, or of the tensors that they were computed from, a backward may give gradients.
         """
         self._samples.add(given, self.batch)
-        behind = [x.variable for x in graph_nodes(given, stop_at_outputs=False) if hasattr(x, "variable")]
-        for x in (*given, *behind):
+        for x in (*given, *variables(graph_nodes(given))):
             if x.requires_grad and has_rows(x) and len(x) == self.batch and not isinstance(x, nn.Parameter):
                 self._inputs_with_gradients.append(ref(x))
 
@@ -155,9 +153,9 @@ class OtherSamples(FollowingMode):
         A call's inputs, and what a program adds to them, have a gradient of each sample. That of a parameter, which the
         loss has beside the model, is followed to the next step, too, because its update depends on all samples.
         """
-        for node in nodes:
-            if hasattr(node, "variable") and self.depends(node.variable.grad):
-                self._given.discard(node.variable.grad.untyped_storage()._cdata)
+        for gradient in (x.grad for x in variables(nodes)):
+            if gradient is not None and self.depends(gradient):
+                self._given.discard(gradient.untyped_storage()._cdata)
         for x in (each() for each in self._inputs_with_gradients):
             gradient = x.grad if x is not None and (x.is_leaf or x.retains_grad) else None
             if gradient is not None and has_rows(gradient):

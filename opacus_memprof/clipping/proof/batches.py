@@ -89,6 +89,32 @@ class _Alias(torch.autograd.Function):
         return g
 
 
+ALIAS = "_AliasBackward"
+"""The name of an alias in autograd's graph: an output of a private model."""
+
+
+def graph_nodes(tensors: Iterable[torch.Tensor], stop_at_outputs: bool = False) -> list[Any]:
+    """Returns the nodes of autograd's graph that a backward from these tensors reaches.
+
+    Args:
+        tensors: the tensors.
+        stop_at_outputs: whether what is behind outputs of private models is left out.
+    """
+    waiting, seen = [x.grad_fn for x in tensors], dict[Any, None]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or (stop_at_outputs and node.name() == ALIAS):
+            continue
+        seen[node] = None
+        waiting += [each for each, _ in node.next_functions]
+    return list(seen)
+
+
+def variables(nodes: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the leaves to which these nodes of autograd's graph add gradients, such as parameters."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
 def alias_leaves(output: Any, tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Replaces some tensors of an output by aliases of them.
 
@@ -182,16 +208,7 @@ def as_output(rows: torch.Tensor, where: Arrangement, output: torch.Tensor) -> t
 
 def is_compiled(outputs: Iterable[torch.Tensor]) -> bool:
     """Returns whether the autograd graph of the outputs contains a function made by torch.compile."""
-    waiting, seen = [x.grad_fn for x in outputs], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if "CompiledFunction" in node.name():
-            return True
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-    return False
+    return any("CompiledFunction" in node.name() for node in graph_nodes(outputs))
 
 
 def perturbed(leaves: Sequence[Any], batch: int, kept: torch.Tensor, variant: int, seed: int) -> list[Any]:

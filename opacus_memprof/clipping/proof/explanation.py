@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.proof.batches import as_output, has_samples
+from opacus_memprof.clipping.proof.batches import ALIAS, as_output, has_samples
 from opacus_memprof.clipping.proof.by_hand import (
     GradientSums,
     add_gradients,
@@ -149,11 +149,13 @@ _ELEMENTWISE = re.compile(
     r"LogSoftmax|Softplus|Gather|NllLoss|NllLoss2D|MseLoss|SmoothL1Loss|HuberLoss|BinaryCrossEntropyWithLogits|Mul|Div)"
     r"Backward\d"
 )
-_ALIAS = "_AliasBackward"  # an output of the model
 
 
-def roots_of_backward() -> list[tuple[Any, Any]]:
-    """Returns the losses of each running backward, and their gradients."""
+def loss_of_backward() -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]:
+    """Returns the losses of the running backward, their gradients, and whether it keeps its graph.
+
+    There are none where a backward runs inside another one.
+    """
     code = torch.autograd.graph._engine_run_backward.__code__
     roots = []
     frames: list[Any] = list(sys._current_frames().values())  # on a GPU autograd runs hooks in a thread of its own
@@ -163,24 +165,10 @@ def roots_of_backward() -> list[tuple[Any, Any]]:
             caller = caller.f_back
         roots += [] if caller is None else [(caller.f_locals["t_outputs"], caller.f_locals["args"])]
     caller = None  # one of them is this function's own frame, which would keep the losses alive in a circle
-    return roots
-
-
-def graph_nodes(tensors: Iterable[torch.Tensor], stop_at_outputs: bool) -> list[Any]:
-    """Returns the nodes of autograd's graph that a backward from these tensors reaches.
-
-    Args:
-        tensors: the tensors.
-        stop_at_outputs: whether what is behind outputs of private models is left out.
-    """
-    waiting, seen = [x.grad_fn for x in tensors], dict[Any, None]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or (stop_at_outputs and node.name() == _ALIAS):
-            continue
-        seen[node] = None
-        waiting += [each for each, _ in node.next_functions]
-    return list(seen)
+    if len(roots) != 1:
+        return (), (), False
+    ((losses, arguments),) = roots
+    return losses, arguments[0] if arguments else [None] * len(losses), len(arguments) > 1 and bool(arguments[1])
 
 
 def reductions_of_loss() -> set[str]:
@@ -189,11 +177,8 @@ def reductions_of_loss() -> set[str]:
     Autograd's graph tells, where the loss, or a term of it, is a mean or a sum of values without factors. A mean that
     is multiplied may be a sum, and a sum that is multiplied or divided may be a mean.
     """
-    roots = roots_of_backward()
-    if len(roots) != 1:
-        return set()
-    (losses, arguments) = roots[0]
-    return reductions_of(losses, arguments[0] if arguments else [None] * len(losses))
+    losses, given, _ = loss_of_backward()
+    return reductions_of(losses, given)
 
 
 def reductions_of(
@@ -217,7 +202,7 @@ def reductions_of(
         if node in outputs:  # the model's own loss
             continue
         inner = [each for each, _ in node.next_functions if each is not None]
-        if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0", _ALIAS):
+        if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0", ALIAS):
             nodes += [(each, kinds) for each in inner]
         elif node.name() == "DivBackward0" and len(inner) == 1:
             nodes.append((inner[0], kinds - {"sum"}))  # by the number of accumulated batches, or of samples
@@ -240,7 +225,7 @@ def _reduction(node: Any, outputs: Collection[Any]) -> str | None:
     waiting, seen = [each for each, _ in node.next_functions], set()
     while waiting and kind is not None:
         inside = waiting.pop()
-        if inside is None or inside in seen or inside in outputs or inside.name() == _ALIAS:
+        if inside is None or inside in seen or inside in outputs or inside.name() == ALIAS:
             continue
         seen.add(inside)
         name, dims = inside.name(), getattr(inside, "_saved_dim", (0,))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Running
 from opacus_memprof.clipping.layers import GenericLayer, Layer
-from opacus_memprof.clipping.proof.batches import tensors_in
+from opacus_memprof.clipping.proof.batches import graph_nodes, tensors_in, variables
 
 SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
 """The samples of each forward. Indices beyond the batch stand for samples that are made from others."""
@@ -217,18 +217,8 @@ def summaries(leaves: list[Any], shape_only: bool = False) -> list[Any]:
 
 def used_parameters(leaves: list[Any]) -> set[int]:
     """Returns the ids of the parameters in the autograd graphs of the tensors among `leaves`."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        nodes += [n for n, _ in node.next_functions if n is not None]
-    return found
+    nodes = graph_nodes(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return set(map(id, variables(nodes)))
 
 
 def _block_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
