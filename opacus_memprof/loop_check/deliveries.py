@@ -48,6 +48,14 @@ class Deliveries:
                 "not do.",
                 "poisson",
             )
+            sampler = getattr(prepared, "sampler", None)
+            if getattr(sampler, "replacement", False):
+                self._findings.defect(
+                    f"{type(sampler).__name__} draws with replacement: a batch can have a sample several times, each "
+                    "time clipped by itself, but the noise is for once. Leave poisson_sampling=True, which samples "
+                    "anew, or draw without replacement.",
+                    "replacement",
+                )
         return prepared
 
     def on_accounted(self, original: Any, accountant: Any, /, **kwargs: float) -> Any:

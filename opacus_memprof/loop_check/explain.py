@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from opacus_memprof.errors import MemprofError
 from opacus_memprof.loop_check.records import Call, PrivateModel, first_line, listed
 
 _MODES = ("flash_clip", "functorch", "ghost", "hooks")
 
 
 def explain(error: BaseException, roots: list[PrivateModel], held: Collection[int]) -> str | None:
-    """Explains an error that Opacus raised.
+    """Explains an error that Opacus raised, or a refusal of flash_clip or of `check=`.
 
     Args:
         error: the error, with its traceback.
@@ -22,7 +23,7 @@ def explain(error: BaseException, roots: list[PrivateModel], held: Collection[in
         held: ids of the parameters of its private optimizers.
 
     Returns:
-        Sentences with names and causes; None if the error is not one of Opacus. Also None for foreign parameters in the
+        Sentences with names and causes; None if the error is none of these. Also None for foreign parameters in the
         optimizer, which are found before its step, and for parameters that it does not hold, which are found after.
     """
     message = str(error)
@@ -30,6 +31,8 @@ def explain(error: BaseException, roots: list[PrivateModel], held: Collection[in
         return _explain_foreign(error)
     if not roots:
         return None
+    if isinstance(error, MemprofError):
+        return f"The training is refused: {message}"
     root = roots[-1]
     said = f"Opacus stops with {first_line(error)}."
     if "Per sample gradient not found" in message:

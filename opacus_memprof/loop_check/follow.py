@@ -308,6 +308,8 @@ class Follower:
             self._in_backward -= 1
             if is_ready:
                 followed.clipped = []
+                grads = [(id(p), p.grad) for p in optimizer.params if p.grad is not None]
+                step.scaled = {key: float(gradient.double().norm()) for key, gradient in grads}
             else:
                 followed.step = None
         return is_ready

@@ -142,6 +142,11 @@ class PrivateModel:
         """The parameters that require grad."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def published(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that are real numbers: counters say nothing about the data."""
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: x for name, x in tensors if x.is_floating_point() or x.is_complex()}
+
     def per_sample_gradients(self) -> list[tuple[torch.Tensor, int]]:
         """The per-sample gradients that Opacus keeps in the parameters, and how often each was written to."""
         kept = tree_leaves([getattr(p, "grad_sample", None) for p in self.trained().values()])
@@ -231,6 +236,7 @@ class LogicalStep:
         std: the requested standard deviation.
         summed: the optimizer's clipped sums before noise, by id of the parameter.
         noised: the same with noise.
+        scaled: the norms of the gradients that the private optimizer has left to the original one, by id.
     """
 
     batches: list[PhysicalBatch]
@@ -238,6 +244,7 @@ class LogicalStep:
     std: float
     summed: dict[int, torch.Tensor] = field(default_factory=dict)
     noised: dict[int, torch.Tensor] = field(default_factory=dict)
+    scaled: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass

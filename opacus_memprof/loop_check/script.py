@@ -83,9 +83,9 @@ class ScriptCheck:
             if type(error).__name__ == "CheckEnded":
                 ending = ""
             else:
-                ending = self._ending(error)
                 if self._follower is not None and isinstance(error, Exception):
                     self._follower.explain(error)
+                ending = self._ending(error)
         return self._verdict(ending)
 
     def _verdict(self, ending: str) -> ScriptVerdict:
@@ -113,6 +113,8 @@ class ScriptCheck:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(self._script)]
         where = f" in line {frames[-1].lineno}" if frames else ""
         message = str(error).strip().partition("\n")[0]
+        if self._follower is not None and any(message in defect for defect in self._follower.findings.defects):
+            message = ""
         return f"ended with {type(error).__name__}{where}{f' ({message})' if message else ''}"
 
     def _follow(self) -> None:

@@ -43,13 +43,13 @@ class UpdateCheck:
         self._changed: set[str] = set()  # whose gradients are no longer the noised ones
 
     def check_parameters(self, left: Mapping[str, torch.Tensor]) -> None:
-        """Finds parameters that have changed since the step before.
+        """Finds parameters and buffers, which are published with the model, that have changed since the step before.
 
         Args:
-            left: the parameters' values after the step before, by name.
+            left: their values after the step before, by name.
         """
-        self._before = {name: p.detach().clone() for name, p in self._root.trained().items()}
-        moved = [name for name, p in self._before.items() if name in left and not torch.equal(p, left[name])]
+        self._before = {name: x.detach().clone() for name, x in self._root.published().items()}
+        moved = [name for name, x in self._before.items() if name in left and not is_same(x, left[name])]
         if moved:
             self._findings.not_checked(
                 f"what has changed {listed(moved)} outside of the optimizer's step",
@@ -63,10 +63,16 @@ class UpdateCheck:
         noiseless: list[str] = []
         for name, p in self._trained.items():
             noised, summed = self._step.noised.get(id(p)), self._step.summed.get(id(p))
-            if noised is None or p.grad is None or 1 - _cosine(p.grad, noised) <= _rounding(p.dtype):
+            if noised is None or p.grad is None:
+                continue
+            left = self._step.scaled.get(id(p), 0.0)
+            is_scaled = abs(float(p.grad.double().norm()) - left) > _precision(p.dtype) * left
+            is_turned = 1 - _cosine(p.grad, noised) > _rounding(p.dtype)
+            if not (is_scaled or is_turned):
                 continue
             self._changed.add(name)
-            is_noiseless = summed is not None and self._step.std > 0 and _lacks_noise(p.grad, noised, summed)
+            has_noise = summed is None or self._step.std == 0 or not _lacks_noise(p.grad, noised, summed)
+            is_noiseless = is_turned and not has_noise
             (noiseless if is_noiseless else changed).append(name)
         if noiseless:
             self._findings.defect(
@@ -93,7 +99,7 @@ class UpdateCheck:
         found = sorted(ratio for ratio, _ in ratios)[len(ratios) // 2]
         model, optimizer = self._root.hooks.loss_reduction, self._optimizer.loss_reduction
         why = f" The model has loss_reduction={model!r}, but the optimizer {optimizer!r}." if model != optimizer else ""
-        if abs(found / expected - 1) > 10 * max(torch.finfo(dtype).eps for _, dtype in ratios) + 1e-4:
+        if abs(found / expected - 1) > max(_precision(dtype) for _, dtype in ratios):
             self._findings.defect(
                 f"The noised sum is divided by {found:.4g}, not by {expected:.4g} (expected_batch_size "
                 f"{self._optimizer.expected_batch_size} * {physical_batches(passes)} accumulated): "
@@ -125,7 +131,7 @@ class UpdateCheck:
         """Compares the parameters with the repeated update, and finds parameters that did not change.
 
         Returns:
-            Their values, by name.
+            The values of the model's parameters and buffers, by name.
         """
         live = self._optimizer.original_optimizer.param_groups
         names = self._root.names()
@@ -166,7 +172,12 @@ class UpdateCheck:
             self._findings.defect(f"{listed(still)} got no gradient, not even noise, and did not move in the step.")
         if idle:
             self._findings.not_checked(f"the update of {listed(idle)}", "the learning rate was 0 in a step.", "rate")
-        return {name: p.detach().clone() for name, p in self._root.trained().items()}
+        return {name: x.detach().clone() for name, x in self._root.published().items()}
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors have the same shape and values, NaN included."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -174,6 +185,11 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     x, y = a.detach().double().flatten(), b.detach().double().flatten()
     sizes = float(x.norm()), float(y.norm())
     return float(x @ y) / (sizes[0] * sizes[1]) if all(sizes) else float(sizes[0] == sizes[1])
+
+
+def _precision(dtype: torch.dtype) -> float:
+    """Returns the relative difference of two norms that is no more than rounding."""
+    return 10 * torch.finfo(dtype).eps + 1e-4
 
 
 def _rounding(dtype: torch.dtype) -> float:

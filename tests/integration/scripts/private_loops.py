@@ -176,6 +176,37 @@ def generated(mode: str) -> None:
     train(model, optimizer, criterion, (part for x, y in loader for part in ((x, y), (torch.randn_like(x), y))))
 
 
+def clipped_after_noise(mode: str) -> None:
+    """The noised mean is shortened, which is no wrong divisor."""
+    model, optimizer, criterion, loader = private(mode)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.pre_step()
+        nn.utils.clip_grad_norm_(optimizer.params, 1e-3)
+        optimizer.original_optimizer.step()
+        optimizer.zero_grad()
+
+
+class Centered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, scale) - self.center
+
+
+def moving_center(mode: str) -> None:
+    """A buffer becomes the mean of what the loop has computed from samples."""
+    model, optimizer, criterion, loader = private(mode, Centered())
+    for x, y in loader:
+        outputs = model(x)
+        criterion(outputs, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model._module.center = outputs.detach().mean(0)
+
+
 def by_hand(mode: str) -> None:
     """Without make_private."""
     model: Any = wrap_model(Net(), mode, **({"max_grad_norm": 1.0} if mode == "ghost" else {}))

@@ -16,7 +16,7 @@ from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGr
 from opacus.schedulers import StepNoise
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
 
 from opacus_memprof import PrivacyEngine
 from tests.integration.scripts.private_training import BATCH, Net, data, memory_manager, private, train
@@ -164,6 +164,12 @@ def no_noise(mode: str) -> None:
 
     DPOptimizer.add_noise = add_noise
     train(*private(mode))
+
+
+def with_replacement(mode: str) -> None:
+    samples = data().dataset
+    sampler = RandomSampler(samples, replacement=True)
+    train(*private(mode, data_loader=DataLoader(samples, batch_size=BATCH, sampler=sampler)))
 
 
 def same_noise(mode: str) -> None:
