@@ -4,7 +4,8 @@
 Trains all parameters, or LoRA adapters only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,26 @@ WITHOUT_LORA = {
 }
 PROVED = {"gpt2", "llama", "dinov2"}
 """With adapters, which are the same layers in every model: elsewhere only full training proves the model's own."""
-LORA = [name for name in [*LANGUAGE, *IMAGE] if name not in WITHOUT_LORA]
+COVERED = {
+    "gpt2": ("gpt_bigcode", "gpt_neo", "gpt_neox"),
+    "gptj": ("phi",),
+    "llama": ("llama_tied", "mistral", "qwen2", "qwen3", "phi3", "olmo", "stablelm", "granite", "starcoder2"),
+    "gemma": ("gemma2", "gemma3", "cohere"),
+    "mixtral": ("qwen2_moe",),
+    "falcon": ("bloom", "mpt"),
+    "bert": ("roberta", "distilbert", "electra", "mpnet"),
+    "flan_t5": ("t5",),
+    "bart": ("marian",),
+    "vit": ("deit", "clip_vision"),
+    "convnext": ("convnextv2", "torchvision_convnext"),
+    "torchvision_swin": ("swin",),
+    "resnet_group_norm": ("mobilenet_group_norm", "squeezenet", "segformer"),
+    "tests/exactness/test_architectures.py": ("mamba", "deberta"),
+}
+"""Architectures whose kinds of layers another one has, or its successor there: these are nightly."""
+NIGHTLY = {name for others in COVERED.values() for name in others}
+ADAPTED = {"gpt2", "llama", "mixtral", "falcon", "bert", "flan_t5", "dinov2", "torchvision_vit"}
+"""What can be adapted differs: linear layers, Conv1D, a class of its own, experts, and weights that are used twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +59,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", [*LANGUAGE, *IMAGE])
+def _all_but(nightly: set[str], left_out: Iterable[str] = ()) -> list[Any]:
+    names = [name for name in [*LANGUAGE, *IMAGE] if name not in left_out]
+    return [pytest.param(name, marks=pytest.mark.nightly if name in nightly else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", _all_but(NIGHTLY))
 def test_full_training(name: str) -> None:
     torch.manual_seed(0)
     model = build(name)
@@ -66,7 +91,7 @@ def test_layers_are_recognized_by_what_they_compute(name: str) -> None:
     assert left <= others
 
 
-@pytest.mark.parametrize("name", LORA)
+@pytest.mark.parametrize("name", _all_but({*LANGUAGE, *IMAGE} - ADAPTED, WITHOUT_LORA))
 def test_lora_adapters(name: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
