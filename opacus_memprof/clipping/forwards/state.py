@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from opacus_memprof.errors import MemprofError
 
@@ -301,3 +302,74 @@ def expand_over_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
 
 def _rank(x: torch.Tensor) -> int:
     return x.dim() - 1 if x.dim() and x.shape[0] == 1 else x.dim()
+
+
+def dispatches(cls: Any) -> bool:
+    """Returns whether a class of tensors runs operations itself, on tensors that it wraps."""
+    return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def has_values(x: Any) -> bool:
+    """Returns whether something is a tensor that wraps no other ones, of any class."""
+    is_plain = isinstance(x, torch.Tensor) and not dispatches(type(x))
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def has_storage(x: Any) -> bool:
+    """Returns whether something is a tensor whose memory has its values, unlike a sparse, nested or quantized one."""
+    return has_values(x) and x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+
+
+def has_rows(x: Any) -> bool:
+    """Returns whether something is such a tensor with a first dimension."""
+    return has_storage(x) and x.dim() > 0
+
+
+class Reference(Protocol):
+    """A weak reference to what has a tensor's values."""
+
+    def expired(self) -> bool:
+        """Returns whether that is gone."""
+
+
+class _Alive:
+    """A reference to a tensor that has no memory of its own."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._tensor = TensorWeakRef(x)
+
+    def expired(self) -> bool:
+        return self._tensor() is None
+
+
+def memory_of(x: torch.Tensor) -> Any:
+    """Returns what has a tensor's values: its memory, or the tensor itself if it has none of its own."""
+    return x.untyped_storage() if has_storage(x) else x
+
+
+def key_of(x: torch.Tensor) -> int:
+    """Returns a number that no other tensor's memory has, as long as a reference to it is held."""
+    return x.untyped_storage()._cdata if has_storage(x) else -id(x)
+
+
+def reference_to(x: torch.Tensor) -> Reference:
+    """Returns a weak reference to what has a tensor's values."""
+    found: Reference = StorageWeakRef(x.untyped_storage()) if has_storage(x) else _Alive(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether a tensor can stand for another one: of the same kind and, in memory, at the same places."""
+    if not has_storage(x):
+        return (x.layout, x.is_nested, x.dtype) == (other.layout, other.is_nested, other.dtype)
+    a, b = ((each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (x, other))
+    return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's values with memory of their own."""
+    if x.is_nested:
+        return x.to_padded_tensor(0.0)
+    if x.is_quantized:
+        return x.dequantize()
+    return x if x.layout == torch.strided else x.to_dense()

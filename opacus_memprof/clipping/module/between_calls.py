@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from opacus_memprof.clipping.arguments import Check, is_checked
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, has_rows, has_storage
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs, arrangements_by_shape
 from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples
@@ -24,9 +24,7 @@ from opacus_memprof.clipping.proof.batches import (
     alias_leaves,
     cotangents,
     graph_nodes,
-    has_rows,
     has_samples,
-    has_storage,
     leaves_of_call,
     tensors_in,
 )

@@ -12,11 +12,24 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, RandomState
+from opacus_memprof.clipping.forwards.state import (
+    PLAIN,
+    Arrangement,
+    RandomState,
+    Reference,
+    dense,
+    dispatches,
+    has_rows,
+    has_storage,
+    has_values,
+    is_like,
+    key_of,
+    memory_of,
+    reference_to,
+)
 from opacus_memprof.clipping.module.calls import device_of
 from opacus_memprof.clipping.module.read_numbers import (
     ARITHMETIC,
@@ -26,7 +39,7 @@ from opacus_memprof.clipping.module.read_numbers import (
     makes_no_values,
     unfollowed,
 )
-from opacus_memprof.clipping.proof.batches import Perturbed, graph_nodes, has_rows, has_storage, leaves_of, variables
+from opacus_memprof.clipping.proof.batches import Perturbed, graph_nodes, leaves_of, variables
 from opacus_memprof.clipping.proof.model_state import written_leaves
 from opacus_memprof.clipping.proof.recorder import far_apart, mixes_rows
 from opacus_memprof.clipping.proof.summary import (
@@ -59,13 +72,10 @@ _CARRIED = 3
 _PRUNED_AFTER = 64
 
 
-class _Unchanged:
-    """Stands for memory that has the program's own values, although it depends on samples in another plan."""
-
-
-_UNCHANGED = _Unchanged()
-_Storage = torch.UntypedStorage | _Unchanged | Perturbed | None
-"""Memory with the values of a plan; None if they are not known."""
+_UNCHANGED = "unchanged"
+"""Stands for memory that has the program's own values, although it depends on samples in another plan."""
+_Storage = torch.UntypedStorage | torch.Tensor | str | Perturbed | None
+"""Memory with the values of a plan, or the tensor of one without memory of its own; None if they are not known."""
 
 
 class OtherSamples(FollowingMode):
@@ -99,7 +109,7 @@ class OtherSamples(FollowingMode):
         self.weighs_unequally = False  # whether a mean gives some samples more weight, so that weights are shared
         self._numbers = ReadNumbers(batch)
         self._earlier = ReadNumbers(batch)  # of the step before
-        self._others: dict[int, tuple[StorageWeakRef, list[_Storage]]] = {}
+        self._others: dict[int, tuple[Reference, list[_Storage]]] = {}
         self._perturbed: dict[int, Perturbed] = {}  # outputs and labels that nothing has written to since
         self._given: set[int] = set()  # the memory of inputs, of labels that are integers, and of gradients
         self._labels: set[int] = set()  # that of other labels, which a program may have computed
@@ -114,7 +124,7 @@ class OtherSamples(FollowingMode):
         self.took_earlier = False  # whether it has something of an earlier step
         self.is_over = False  # whether its backwards are over
         self._count = 0
-        self._shared: dict[int, StorageWeakRef] = {}  # of tensors that do not depend on the samples
+        self._shared: dict[int, Reference] = {}  # of tensors that do not depend on the samples
 
     @property
     def _plans(self) -> int:
@@ -155,7 +165,7 @@ class OtherSamples(FollowingMode):
         """
         for gradient in (x.grad for x in variables(nodes)):
             if gradient is not None and self.depends(gradient):
-                self._given.discard(gradient.untyped_storage()._cdata)
+                self._given.discard(key_of(gradient))
         for x in (each() for each in self._inputs_with_gradients):
             gradient = x.grad if x is not None and (x.is_leaf or x.retains_grad) else None
             if gradient is not None and has_rows(gradient):
@@ -165,40 +175,37 @@ class OtherSamples(FollowingMode):
         """Returns what the tensor is for other samples; None if it is not known."""
         storage = self._storages_of(x)[plan]
         if not isinstance(storage, torch.UntypedStorage):
-            return None if storage is None else x.detach()
+            return storage if storage is None or isinstance(storage, torch.Tensor) else x.detach()
         return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
     def depends(self, x: Any) -> bool:
         """Returns whether a value was computed from the call's samples, or from those of earlier steps."""
-        return has_storage(x) and x.untyped_storage()._cdata in self._others
+        return has_values(x) and key_of(x) in self._others and not self._others[key_of(x)][0].expired()
 
     def _storages_of(self, x: torch.Tensor) -> list[_Storage]:
-        storage = x.untyped_storage()
-        storages = self._others[storage._cdata][1]
+        storages = self._others[key_of(x)][1]
         if isinstance(perturbed := storages[-1], Perturbed):
-            others = perturbed.storages(storage, _CARRIED - 1)
+            others = perturbed.storages(x.untyped_storage(), _CARRIED - 1)
             for i in range(-_CARRIED, 0):
                 storages[i] = others[i] if storages[i] is perturbed else storages[i]
         return storages
 
     def share(self, x: torch.Tensor) -> None:
         """Notes a tensor that does not depend on the samples."""
-        storage = x.untyped_storage()
-        if storage._cdata not in self._shared:
-            self._shared[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if not self._is_shared(x):
+            self._shared[key_of(x)] = reference_to(x)
 
     def _is_shared(self, x: torch.Tensor) -> bool:
-        known = self._shared.get(x.untyped_storage()._cdata)
-        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+        return key_of(x) in self._shared and not self._shared[key_of(x)].expired()
 
     def _add_from_elsewhere(self, name: str, args: Any, leaves: Sequence[Any]) -> None:
         """Adds those arguments of an operation that have samples and that no call and no operation has returned."""
         table = args[0] if name in _OF_TABLES else args[2] if name in _OF_CLASSES and args[2] is not None else None
         for x in leaves:
-            if self._known and self.depends(x) and x.untyped_storage()._cdata in self._known:
-                self._known.discard(x.untyped_storage()._cdata)  # as it is, it is the program's data again
-                del self._others[x.untyped_storage()._cdata]
-            if type(x) is not torch.Tensor or not has_storage(x) or self.depends(x) or self._is_shared(x):
+            if self._known and self.depends(x) and key_of(x) in self._known:
+                self._known.discard(key_of(x))  # as it is, it is the program's data again
+                del self._others[key_of(x)]
+            if isinstance(x, nn.Parameter) or not has_storage(x) or self.depends(x) or self._is_shared(x):
                 continue
             if not self.is_over and self._numbers.is_late(x, self.constants):
                 others = {i: self._numbers.other(x, i) for i in range(len(self.kept) + 1)}
@@ -238,7 +245,7 @@ class OtherSamples(FollowingMode):
             own = [others[0], others[1], others[count]]
             if all(each is _UNCHANGED for each in own):
                 own = others[count + 1 :]
-            if storage.expired() or key in self._given or all(each is _UNCHANGED for each in own):  # type: ignore[no-untyped-call]
+            if storage.expired() or key in self._given or all(each is _UNCHANGED for each in own):
                 continue
             if key in self._perturbed:
                 own = [self._perturbed[key]] * _CARRIED
@@ -256,9 +263,9 @@ class OtherSamples(FollowingMode):
         self._known, self._stay = earlier._labels, self._samples.staying(given, self.batch)
         if not earlier.is_earlier and earlier.batch == self.batch:  # the same samples, such as those of an attack
             self._stay = [*earlier.kept, torch.zeros(self.batch, dtype=torch.bool)]
-        inputs = {x.untyped_storage()._cdata for x in given}
+        inputs = set(map(key_of, given))
         for key, (storage, others) in earlier._others.items():
-            if not (storage.expired() or (key in inputs and key in self._known)):  # type: ignore[no-untyped-call]
+            if not (storage.expired() or (key in inputs and key in self._known)):
                 self._others[key] = storage, [*[_UNCHANGED] * (len(self.kept) + 1), *others]
 
     @torch.no_grad()
@@ -272,7 +279,7 @@ class OtherSamples(FollowingMode):
         if isinstance(x, float):
             numbers = self._numbers if self.is_over else self._earlier
             return numbers.repeats(x, numbers)
-        if not self.depends(x) or x.untyped_storage()._cdata in self._labels | self._known:
+        if not self.depends(x) or key_of(x) in self._labels | self._known:
             return False
         if not (has_rows(x) and given and len(x) == len(given[0]) and (self.is_over or len(x) == self.batch)):
             return (self.is_over or bool(self._stay)) and self._changes_in(x, self._plans - 1)
@@ -293,13 +300,13 @@ class OtherSamples(FollowingMode):
         other = self.other(x, plan) if x.numel() else None
         if other is None:
             return False
-        a, b = (Rows.of(each.reshape(1, -1)) for each in (x.detach(), other))
+        a, b = (Rows.of(dense(each).reshape(1, -1)) for each in (x.detach(), other))
         return far_apart(a, b, torch.ones(1, dtype=torch.bool))
 
     def is_needed(self) -> bool:
         """Returns whether a loss may come that is computed from the samples. Not after a backward that has failed."""
         own = self._given | self._labels  # the program's data
-        alive = (not each.expired() for key, (each, _) in self._others.items() if key not in own)  # type: ignore[no-untyped-call]
+        alive = (not each.expired() for key, (each, _) in self._others.items() if key not in own)
         return self.is_on and not self.is_over and (bool(self._numbers.read) or self.reads_numbers or any(alive))
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
@@ -327,7 +334,7 @@ class OtherSamples(FollowingMode):
         """Returns whether a loss gives an output other gradients for a sample where other samples change."""
         if not self.depends(gradient):
             return False
-        rows = Rows.of(where.by_sample(gradient, self.batch))
+        rows = Rows.of(where.by_sample(dense(gradient), self.batch))
         return self._differs(gradient, where, rows, dict(enumerate(self.kept)))
 
     @torch.no_grad()
@@ -335,13 +342,13 @@ class OtherSamples(FollowingMode):
         """Returns whether a loss gives an output other gradients where other samples of earlier steps change."""
         if not self._stay or not self.depends(gradient):
             return False
-        rows = Rows.of(where.by_sample(gradient, self.batch))
+        rows = Rows.of(where.by_sample(dense(gradient), self.batch))
         return self._differs(gradient, where, rows, dict(enumerate(self._stay, len(self.kept) + 1)))
 
     def _differs(self, gradient: torch.Tensor, where: Arrangement, rows: Rows, plans: dict[int, torch.Tensor]) -> bool:
         for plan, kept in plans.items():
             other = self.other(gradient, plan)
-            if other is not None and far_apart(rows, Rows.of(where.by_sample(other, self.batch)), kept):
+            if other is not None and far_apart(rows, Rows.of(where.by_sample(dense(other), self.batch)), kept):
                 return True
         return False
 
@@ -351,8 +358,8 @@ class OtherSamples(FollowingMode):
         if not self.depends(x):
             return self._numbers.has("full", x)
         others = [self.other(x, i) for i in range(len(self.kept))]
-        known = [each for each in others if each is not None]
-        return len(known) == len(others) and mixes_rows(x, known, self.kept)
+        known = [dense(each) for each in others if each is not None]
+        return len(known) == len(others) and mixes_rows(dense(x), known, self.kept)
 
     @torch.no_grad()
     def adds_up(self, losses: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> bool:
@@ -383,6 +390,8 @@ class OtherSamples(FollowingMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload) or makes_no_values():
             return func(*args, **kwargs)
+        if any(map(dispatches, types)):
+            return NotImplemented  # they run it on the tensors that they wrap, which is followed
         if self.is_on and not self.is_over and not self.is_needed():  # such as after the last call of a training
             self.is_on, self.is_over = False, True
         with unfollowed():
@@ -418,7 +427,7 @@ class OtherSamples(FollowingMode):
         numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
         changed = [i for i in plans if numbers[i] or any(self._is_changed(x, i) for x in leaves)]
         if func._schema.is_mutable:
-            for leaf in filter(has_storage, written_leaves(func, args, kwargs)):
+            for leaf in filter(has_values, written_leaves(func, args, kwargs)):
                 self._write(leaf, changed)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
@@ -438,15 +447,13 @@ class OtherSamples(FollowingMode):
         return follow
 
     def _share_all(self, output: Any) -> None:
-        for x in leaves_of(output):
-            if has_storage(x) and not self._is_shared(x):
-                self.share(x)
-                self.found.add_computed(x)
+        for x in filter(has_storage, leaves_of(output)):
+            self.share(x)
+            self.found.add_computed(x)
 
     def _set_unknown(self, output: Any) -> None:
-        for x in leaves_of(output):
-            if has_storage(x):
-                self._set(x, [None] * self._plans)
+        for x in filter(has_values, leaves_of(output)):
+            self._set(x, [None] * self._plans)
 
     def _note_number(self, number: Any, others: dict[int, Any]) -> None:
         if any(each is not None and each != number for each in others.values()):
@@ -455,13 +462,13 @@ class OtherSamples(FollowingMode):
 
     def _set_outputs(self, name: str, output: Any, others: dict[int, Any]) -> None:
         for place, x in enumerate(leaves_of(output)):
-            if isinstance(x, torch.Tensor) and others and not self.depends(x):
+            if has_values(x) and others and not self.depends(x):
                 found = {i: None if each is None else leaves_of(each)[place] for i, each in others.items()}
-                like = {i: y.untyped_storage() if y is not None and _is_like(x, y) else None for i, y in found.items()}
+                like = {i: memory_of(y) if y is not None and is_like(x, y) else None for i, y in found.items()}
                 self._set(x, [like.get(i, _UNCHANGED) for i in range(self._plans)])
                 # Gradients; flash_clip keeps copies of some.
                 if torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x)):
-                    self._given.add(x.untyped_storage()._cdata)
+                    self._given.add(key_of(x))
 
     def _is_changed(self, x: Any, plan: int) -> bool:
         """Returns whether a value is another one in a plan, or not known there."""
@@ -486,7 +493,7 @@ class OtherSamples(FollowingMode):
         """Does without the mode if nothing is left that depends on the samples."""
         self._count += 1
         if self._count % _PRUNED_AFTER == 0:
-            self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
+            self._others = {key: each for key, each in self._others.items() if not each[0].expired()}
             self.is_on = bool(self._others)
 
     def _numbers_in(self, name: str, leaves: Sequence[Any], depends: bool) -> dict[int, bool]:
@@ -524,7 +531,7 @@ class OtherSamples(FollowingMode):
 
         It stops to be an input or a label.
         """
-        key = x.untyped_storage()._cdata
+        key = key_of(x)
         if self._perturbed.pop(key, None) is not None:
             self._given.discard(key)
         self._labels.discard(key)
@@ -532,21 +539,21 @@ class OtherSamples(FollowingMode):
         new = [i for i in plans if storages[i] is _UNCHANGED]
         if not new:
             return
-        size = x.untyped_storage().nbytes()
+        size = x.untyped_storage().nbytes() if has_storage(x) else 0
         # The plans come first that are needed most: no sample, the first two halves, and those of earlier steps.
         order = sorted(new, key=lambda i: (i < len(self.kept), i not in (0, 1), i))
         fits = order[: max(_CARRIED, 1 + OTHER_BYTES // max(1, size))] if size <= _MOST_BYTES else []
-        copies = {i: x.untyped_storage().clone() if i in fits else None for i in new}  # type: ignore[no-untyped-call]
+        copies = {i: memory_of(x).clone() if i in fits else None for i in new}
         self._set(x, [copies.get(i, each) for i, each in enumerate(storages)])
 
     def _set(self, x: torch.Tensor, storages: list[_Storage]) -> None:
-        self._others = {key: each for key, each in self._others.items() if not each[0].expired()}  # type: ignore[no-untyped-call]
-        storage = x.untyped_storage()
-        if storage._cdata not in self._others:  # another tensor may have been there
-            self._perturbed.pop(storage._cdata, None)
-            self._given.discard(storage._cdata)
-            self._labels.discard(storage._cdata)
-        self._others[storage._cdata] = StorageWeakRef(storage), storages  # type: ignore[no-untyped-call]
+        self._others = {key: each for key, each in self._others.items() if not each[0].expired()}
+        key = key_of(x)
+        if key not in self._others:  # another tensor may have been there
+            self._perturbed.pop(key, None)
+            self._given.discard(key)
+            self._labels.discard(key)
+        self._others[key] = reference_to(x), storages
 
 
 def _scaled(x: Any, plan: int) -> Any:
@@ -555,8 +562,3 @@ def _scaled(x: Any, plan: int) -> Any:
 
 def _misses(others: list[Any], leaves: list[Any]) -> bool:
     return any(other is None and leaf is not None for other, leaf in zip(others, leaves, strict=True))
-
-
-def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
-    a, b = ((each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (x, other))
-    return a == b and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()

@@ -369,17 +369,21 @@ def makes_no_values() -> bool:
 
 @contextmanager
 def unfollowed() -> Iterator[None]:
-    """Inside the context no mode follows what is computed, as it is not the program that computes it."""
-    if not following_modes():
-        yield
-        return
-    before = _leave_to(0)
-    _enter_again([mode for mode in before if not isinstance(mode, FollowingMode)])
-    try:
-        yield
-    finally:
-        _leave_to(0)
-        _enter_again(before)
+    """Inside the context no mode follows what is computed, as it is not the program that computes it.
+
+    Nor do functions of the program's own, of modes or classes of tensors, run there.
+    """
+    with torch._C.DisableTorchFunction():
+        if not following_modes():
+            yield
+            return
+        before = _leave_to(0)
+        _enter_again([mode for mode in before if not isinstance(mode, FollowingMode)])
+        try:
+            yield
+        finally:
+            _leave_to(0)
+            _enter_again(before)
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -482,12 +482,3 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
         yield
     finally:
         setattr(module, name, original)
-
-
-def has_rows(x: Any) -> bool:
-    return has_storage(x) and x.dim() > 0
-
-
-def has_storage(x: Any) -> bool:
-    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
-    return is_plain and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
