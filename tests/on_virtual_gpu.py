@@ -8,12 +8,13 @@ import runpy
 import sys
 
 from opacus_memprof import virtual_gpu
+from tests import warm_python
 
 
 def interpreter() -> list[str]:
-    """The command of a Python that sees the GPUs that this process sees."""
+    """The command of a Python that sees the GPUs that this process sees: forked, where its environment allows it."""
     running = virtual_gpu.active()
-    return [sys.executable, *(["-m", "tests.on_virtual_gpu", running.kind] if running else [])]
+    return [*warm_python.interpreter(), "-m", "tests.on_virtual_gpu", running.kind] if running else [sys.executable]
 
 
 def main() -> None:

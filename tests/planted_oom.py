@@ -308,7 +308,8 @@ def _batches(plan: Plan, device: str) -> list[list[int]]:
 def _train(plan: Plan, device: str, changes: Changes) -> None:
     torch.manual_seed(0)
     sizes, mode = plan.sizes(device), changes.mode or plan.mode
-    model = plan.build(sizes).to(device).train()
+    with torch.device(device):  # large weights would take seconds to draw on the CPU
+        model = plan.build(sizes).train()
     model.checkpoints = changes.checkpoints
     batches = _batches(plan, device)
     data = torch.utils.data.TensorDataset(*plan.batch(sizes, batches[-1][-1] + 1))

@@ -7,11 +7,13 @@ The cases are those of torch's own tests of its allocator, as far as they need o
 import contextlib
 import gc
 import json
-import sys
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import opacus_memprof
 
 MIB = 2**20
 CASES: list[Callable[[], Any]] = []
@@ -246,24 +248,31 @@ def a_storage_is_resized() -> list[int]:
 
 
 def main() -> None:
-    """`python -m tests.gpu.allocator_cases native|install|current`."""
-    if sys.argv[-1] != "native":
-        import opacus_memprof
+    """Prints a line for torch's own allocator, and for ours in both ways; each is in a fork before CUDA is begun."""
+    for how in ("native", "install", "current"):
+        child = os.fork()
+        if child == 0:
+            print(json.dumps(outcomes(how)), flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, how
 
-        if sys.argv[-1] == "install":
-            opacus_memprof.install("cuda")
-        else:
-            torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())
-    outcomes = {}
+
+def outcomes(how: str) -> dict[str, Any]:
+    """What each case returned or raised, by name."""
+    if how == "install":
+        opacus_memprof.install("cuda")
+    elif how == "current":
+        torch.cuda.memory.change_current_allocator(opacus_memprof.allocator())
+    found = {}
     for function in CASES:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
-            outcomes[function.__name__] = function()
+            found[function.__name__] = function()
         except Exception as error:
-            outcomes[function.__name__] = f"{type(error).__name__}: {error}"
-    print(json.dumps(outcomes))
+            found[function.__name__] = f"{type(error).__name__}: {error}"
+    return found
 
 
 if __name__ == "__main__":

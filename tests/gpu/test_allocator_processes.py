@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What needs a process of its own: settings that torch reads once, exits, IPC, compiled CUDA graphs."""
 
-import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from opacus_memprof import virtual_gpu
 from tests.on_virtual_gpu import interpreter
+from tests.warm_python import ENVIRONMENT
 
 PRELUDE = """
 import torch, opacus_memprof
@@ -21,7 +20,7 @@ from tests.gpu.ledger import assert_reconciled, live_bytes
 def run(code: str, **environment: str) -> str:
     finished = subprocess.run(
         [*interpreter(), "-c", PRELUDE + textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=300,

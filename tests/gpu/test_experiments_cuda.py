@@ -23,7 +23,9 @@ def _same_gpu_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = Configuration(seq_length=256, batch_size=8, hidden_dim=256, num_heads=4, num_steps=3, warmup_steps=2)
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "ghost", "flash_clip"])
+@pytest.mark.parametrize(
+    "mode", ["ghost", *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("vanilla", "flash_clip"))]
+)
 def test_peak_and_time_of_a_run(mode: Any, tmp_path: Path) -> None:
     chosen = Configuration(**{**SMALL.to_json(), "mode": mode, "device": "cuda"})
     result = process.run(chosen, tmp_path, gpu=0)

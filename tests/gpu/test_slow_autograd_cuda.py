@@ -12,13 +12,14 @@ import pytest
 from opacus_memprof.analysis.events import ALLOC, FREE, PHASE
 from tests.event_rows import rows_of
 from tests.on_virtual_gpu import interpreter
+from tests.warm_python import ENVIRONMENT
 
 
 @pytest.mark.cuda
 def test_what_autograd_drops_late_stays_its_temporaries(tmp_path: Path) -> None:
     directory = tmp_path / "profile"
     program = [*interpreter(), "-m", "tests.gpu.slow_autograd", str(directory)]
-    subprocess.run(program, check=True, cwd=Path(__file__).parents[2])
+    subprocess.run(program, check=True, cwd=Path(__file__).parents[2], env=ENVIRONMENT)
 
     rows, names = rows_of(directory)
     entered = np.cumsum(rows["kind"] == PHASE)

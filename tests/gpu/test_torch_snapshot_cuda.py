@@ -12,6 +12,7 @@ from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.analysis.torch_snapshot import profile_of
 from opacus_memprof.planning.replay import read_recording, replay
 from tests.on_virtual_gpu import interpreter
+from tests.warm_python import ENVIRONMENT
 
 pytestmark = pytest.mark.cuda
 
@@ -43,7 +44,7 @@ print(json.dumps({**{name: size for name, size in stats.items() if isinstance(si
 def recorded(path: Path, context: str, stacks: str, entries: int = 10**6, optimizer: str = "Adam") -> dict[str, Any]:
     """Torch's counts, in a process that has written a snapshot."""
     command = [*interpreter(), "-c", PROGRAM, str(path), context, stacks, str(entries), optimizer]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert ran.returncode == 0, ran.stderr
     counted: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return counted

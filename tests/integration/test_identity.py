@@ -15,8 +15,6 @@ import opacus_memprof
 from tests import models
 from tests.models import MODELS, MODES, Model
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
 
 def train(model: Model, mode: str, device: str, engine: PrivacyEngine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses and final parameters of three steps with batches of different sizes."""
@@ -46,7 +44,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.true_numbers])])
 @pytest.mark.usefixtures("deterministic")
 def test_profiled_run_is_bit_identical(model: Model, mode: str, device: str, tmp_path: Path) -> None:
     losses, parameters = train(model, mode, device, PrivacyEngine())
