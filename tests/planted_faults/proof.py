@@ -79,6 +79,14 @@ FAULTS = [
         programs("tensors_sparse_mixing", "tensors_nested_mixing", "tensors_quantized_mixing"),
     ),
     Fault(
+        "counts_of_all_labels_may_divide_the_loss",
+        "proof/summary.py",
+        "if len(counts) < total and total in self._divisors",
+        "if False",
+        "The labels of all samples are counted before the model is called, and the loss is divided by their number.",
+        programs("counted_before_inside_tensor_refused", "counted_before_outside_number_refused"),
+    ),
+    Fault(
         "arrays_are_read_unseen",
         "module/read_numbers.py",
         "            mode.note_read(x)",

@@ -29,7 +29,7 @@ from opacus_memprof.clipping.proof.batches import (
     tensors_in,
 )
 from opacus_memprof.clipping.proof.explanation import loss_of_backward
-from opacus_memprof.clipping.proof.summary import Tensors, halves, release
+from opacus_memprof.clipping.proof.summary import Counts, Tensors, halves, release
 from opacus_memprof.errors import MemprofError
 
 
@@ -52,6 +52,7 @@ class Parts:
         self._step = 1
         self._constants: Tensors | None = None
         self._found: Tensors | None = None
+        self._counts = Counts()
         self._is_too_small = False  # whether all calls of this step had one sample, of which nothing can be seen
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class Parts:
             "_outputs": deque(maxlen=64),
             "_constants": None,
             "_found": None,
+            "_counts": Counts(),
         }
 
     def __del__(self) -> None:
@@ -78,6 +80,15 @@ class Parts:
 
         What the step has left is kept for the next one, if that is checked.
         """
+        counts, self._counts = self._counts, Counts()
+        if counts.is_divided_by_counts():
+            raise MemprofError(
+                "the loss is not a sum, or a mean, of terms of one sample each: it is divided by a number of "
+                "labels that was counted over all samples of the step, which have different numbers of them, such "
+                "as num_items_in_batch of transformers' Trainer. Each sample changes the others' weight there: "
+                "compute one loss for each sample, divided by its own number of labels, and average these (of the "
+                "Trainer, override compute_loss)."
+            )
         if self._found is not None:
             self._constants = self._constants or Tensors()
             self._constants.update(self._found)
@@ -102,7 +113,7 @@ class Parts:
             mode.end()
         self._modes, self._left = [], None
         self.carries = False
-        self._found = None
+        self._found, self._counts = None, Counts()
         self._is_too_small = False
 
     def pause(self) -> None:
@@ -278,8 +289,11 @@ class Parts:
         return output
 
     def _add_call(self, call: Call, outputs: Outputs) -> OtherSamples | None:
-        given = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if has_rows(leaf)]
+        leaves = leaves_of_call(call.args, call.kwargs)
+        given = [leaf for leaf in leaves if has_rows(leaf)]
         batch = len(given[0]) if given else 0
+        if self.is_due() and not (call.is_off or makes_no_values()):
+            self._counts.add(leaves, batch)
         known = [(x, where) for x, where in outputs if where is not None and has_rows(x)]
         if call.is_off:
             known = [(x, where) for x, where in known if len(x) == batch]
@@ -291,7 +305,7 @@ class Parts:
         size = sum(x.untyped_storage().nbytes() for x in (*given, *(x for x, _ in known)))
         if size > OTHER_BYTES:
             return None
-        self._found = self._found or Tensors()
+        self._found = self._found or Tensors(self._counts)
         modes = (mode for mode in self._modes if mode.batch == batch and mode.is_on and not mode.has_ended_some)
         mode = next(modes, None)
         if mode is None:

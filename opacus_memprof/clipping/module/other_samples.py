@@ -214,6 +214,7 @@ class OtherSamples(FollowingMode):
             if not has_rows(x) or x is table:
                 continue
             self.found.add(x)
+            self.found.counts.add([x], self.batch, -1)
             is_constant = self._is_of_columns(name, args, x, leaves) or (
                 may_be_table(x) if self.constants is None else self.constants.has(x) or is_regular(x)
             )
@@ -479,7 +480,7 @@ class OtherSamples(FollowingMode):
         others: dict[int, Any] = {}
         for place, is_now in read.items():
             is_other = self.is_over or is_now == (plan <= len(self.kept))
-            by = self._numbers.other if is_now and not self.is_over else _scaled
+            by = self._numbers.other if is_now and not self.is_over else lambda x, _: 1.25 * x
             others[place] = by(leaves[place], plan) if is_other else leaves[place]
         return {i: x for i, x in others.items() if isinstance(x, torch.Tensor) or x != leaves[i]}
 
@@ -506,6 +507,8 @@ class OtherSamples(FollowingMode):
         if not (depends or name in _OF_NUMBERS):
             return found
         for place, x in enumerate(leaves):
+            if name in ARITHMETIC and not (self.is_over or self.depends(x)):
+                self.found.counts.divide_by(x)
             if name != "lift_fresh" and is_of_few(x):
                 continue
             now, earlier = self._numbers, self._earlier
@@ -554,10 +557,6 @@ class OtherSamples(FollowingMode):
             self._given.discard(key)
             self._labels.discard(key)
         self._others[key] = reference_to(x), storages
-
-
-def _scaled(x: Any, plan: int) -> Any:
-    return 1.25 * x
 
 
 def _misses(others: list[Any], leaves: list[Any]) -> bool:

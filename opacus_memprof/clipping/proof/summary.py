@@ -8,6 +8,7 @@ for whole tensors, by which they are known again in a later step.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -234,6 +235,45 @@ def halves(batch: int) -> list[list[bool]]:
     return [[(n >> b) & 1 == v for n in range(batch)] for b in range(count) for v in (0, 1)]
 
 
+class Counts:
+    """What a program may have counted in all samples of a step, and the whole numbers that it may divide by."""
+
+    def __init__(self) -> None:
+        self._divisors: set[int] = set()
+        self._counts: dict[Any, list[torch.Tensor]] = {}
+
+    def add(self, leaves: Sequence[Any], batch: int, first: int = 0) -> None:
+        """Adds the arguments of a call, or others, of which the first one is at the place `first`."""
+        for place, leaf in enumerate(leaves, first):
+            if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+                self.divide_by(leaf)
+            elif len(leaf) == batch:
+                self._count(place, leaf)
+
+    def _count(self, place: int, x: torch.Tensor) -> None:
+        """Counts what programs count in the rows of labels and masks: the elements that are not ignored, or not 0."""
+        if x.is_floating_point() or x.is_complex() or x.dim() < 2:
+            return
+        for kind, chosen in enumerate((x != -100, x[:, 1:] != -100, x != 0, x[:, 1:] != 0)):
+            self._counts.setdefault((place, kind), []).append(chosen.flatten(1).sum(1))
+
+    def divide_by(self, x: Any) -> None:
+        """Notes a number by which a loss may be divided, or which is the inverse of one."""
+        if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.is_complex():
+            x = x.item()
+        if isinstance(x, (int, float)) and math.isfinite(x) and x > 0:
+            x = x if x > 1 else 1 / x
+            self._divisors.update({round(x)} if abs(x - round(x)) < 1e-6 else ())
+
+    def is_divided_by_counts(self) -> bool:
+        """Returns whether a loss may be divided by what all samples have together, and not all as much."""
+        for counts in map(torch.cat, self._counts.values() if self._divisors else ()):
+            total = int(counts.sum())
+            if len(counts) < total and total in self._divisors and bool((counts != counts[0]).any()):
+                return True
+        return False
+
+
 class Tensors:
     """Tensors that a program has from elsewhere, by their values, and by their places in memory while these live.
 
@@ -241,10 +281,12 @@ class Tensors:
 
     Attributes:
         numbers: the numbers that it computes with.
+        counts: those of the step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counts | None = None) -> None:
         self.numbers: set[float] = set()
+        self.counts = counts or Counts()
         self._marks: set[Any] = set()
         self._places: dict[Any, StorageWeakRef] = {}
 

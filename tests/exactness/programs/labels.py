@@ -164,6 +164,39 @@ def _of_two(model: Any, batch: Batch) -> torch.Tensor:
     return _squares(h) + functional.cross_entropy(out, batch["y"], reduction="none")
 
 
+def _ragged(*counts: int) -> Callable[[], Sequence[Step]]:
+    """Three steps of labels, of which each sample has so many that are not ignored."""
+
+    def labels() -> torch.Tensor:
+        rows = [torch.randperm(5) < n for n in counts]
+        return torch.randint(5, (len(counts), 5)).masked_fill(~torch.stack(rows), -100)
+
+    return lambda: [step({"x": torch.randn(len(counts), 5, 6, dtype=torch.float64), "y": labels()}) for _ in range(3)]
+
+
+def _divided(h: torch.Tensor, y: torch.Tensor, count: Any) -> torch.Tensor:
+    return functional.cross_entropy(h.flatten(0, 1), y.flatten(), reduction="sum") / count
+
+
+def _counted(count: Callable[[torch.Tensor], Any], is_inside: bool, steps: Any, allowed: Allowed) -> Program:
+    """The labels are counted before the model is called, as transformers' Trainer does."""
+
+    def losses(model: Any, batch: Batch) -> torch.Tensor:
+        n = count(batch["y"])
+        return model(batch["x"], batch["y"], n) if is_inside else _divided(model(batch["x"]), batch["y"], n)
+
+    def build() -> nn.Module:
+        inside = Graph(lambda m, x, y, n: _divided(m.a(x), y, n), a=_model())
+        return inside if is_inside else _model()
+
+    name = f"{'inside' if is_inside else 'outside'}_{'tensor' if count is _as_tensor else 'number'}_{allowed}"
+    return Program(f"counted_before_{name}", build, steps, allowed, losses, settings={"reduction": "mean"})
+
+
+def _as_tensor(y: torch.Tensor) -> torch.Tensor:
+    return (y != -100).sum()
+
+
 PROGRAMS = [
     Program("labels_of_two_outputs", _two_outputs, _labelled(5, 5), "exact", _of_two, {"removes": False}),
     *(
@@ -185,5 +218,11 @@ PROGRAMS = [
     ),
     Program(
         "labels_after_batches_of_one", _model, _labelled(1, 1, 5), "refused", _losses_of(_of_valid), {"removes": False}
+    ),
+    *(
+        _counted(count, is_inside, _ragged(*counts), allowed)
+        for count in (_as_tensor, lambda y: int((y != -100).sum()))
+        for is_inside in (True, False)
+        for counts, allowed in (((3, 3, 3, 3), "exact"), ((3, 1, 5, 2), "refused"))
     ),
 ]
