@@ -79,6 +79,9 @@ class Parts:
         """Forgets the calls of a step, all of which were checked, and remembers which tensors are constants.
 
         What the step has left is kept for the next one, if that is checked.
+
+        Raises:
+            MemprofError: the loss is divided by what was counted over all samples.
         """
         counts, self._counts = self._counts, Counts()
         if counts.is_divided_by_counts():
