@@ -108,9 +108,9 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
     [
         pytest.param("vanilla", Model, in_place, "eager", marks=pytest.mark.nightly),
         ("vanilla", layers, as_wrapper, "aot_eager"),
-        ("hooks", Model, as_wrapper, "aot_eager"),
+        pytest.param("hooks", Model, as_wrapper, "aot_eager", marks=pytest.mark.nightly),
         ("hooks", layers, in_place, "eager"),
-        ("functorch", layers, as_wrapper, "aot_eager"),
+        pytest.param("functorch", layers, as_wrapper, "aot_eager", marks=pytest.mark.nightly),
     ],
 )
 def test_results_and_graphs_are_those_without(

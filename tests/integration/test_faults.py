@@ -194,8 +194,8 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("at_end", "every"),
-    [(False, 4), pytest.param(False, 1, marks=pytest.mark.nightly), pytest.param(True, 1, marks=pytest.mark.nightly)],
-    ids=["at the beginning of one in four", "at its beginning", "at its end"],
+    [(False, 8), pytest.param(False, 1, marks=pytest.mark.nightly), pytest.param(True, 1, marks=pytest.mark.nightly)],
+    ids=["at the beginning of one in eight", "at its beginning", "at its end"],
 )
 def test_a_fault_at_any_step_changes_nothing(at_end: bool, every: int, tmp_path: Path) -> None:
     tried: set[Step] = set()

@@ -275,28 +275,8 @@ _UNCHECKED = (
     "tokens_first",
 )
 # Of each way in which gradients and norms are formed: what other kinds add, float64 and one pass show as well.
-_IN_EACH_SETTING = (
-    "linear",
-    "linear_3d",
-    "conv1d_grouped",
-    "conv2d",
-    "conv_transpose2d",
-    "embedding",
-    "embedding_bag_mean",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "attention",
-    "lstm",
-    "gru_dp",
-    "raw_matrix",
-    "raw_of_two_names",
-    "tied",
-    "tied_large_padding",
-    "tied_transposed_large",
-    "twice",
-    "lora_raw",
-)
+_IN_EACH_SETTING = ("linear", "conv1d_grouped", "embedding", "layer_norm", "group_norm", "gru_dp", "raw_matrix", "tied")
+_IN_EACH_SETTING += ("tied_large_padding", "tied_transposed_large", "twice", "lora_raw")
 
 
 def _calm(steps: Steps) -> Steps:
