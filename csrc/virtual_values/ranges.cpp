@@ -37,6 +37,11 @@ void Ranges::split(std::uintptr_t at) {
 
 void Ranges::put(Span span, Entry entry) {
   if (span.size() == 0) return;
+  const auto next = entries_.upper_bound(span.begin);
+  if (next != entries_.begin()) {  // a column of a known matrix, written again piece by piece
+    const Entry& around = std::prev(next)->second;
+    if (around.end >= span.end && around.same(entry)) return;
+  }
   split(span.begin);
   split(span.end);
   auto after = entries_.erase(entries_.lower_bound(span.begin), entries_.lower_bound(span.end));

@@ -14,11 +14,13 @@
 namespace opacus_memprof::virtual_values {
 namespace {
 
+// The most pieces of a large tensor, which may have a billion. A small one has as many as it has: a
+// program writes it column by column, and then all of it is known.
 constexpr std::size_t kPieces = 4096;
 
-// The spans of the parts of a tensor that lie next to each other; empty if they are more than
-// kPieces.
+// The spans of the parts of a tensor that lie next to each other; empty if they are too many.
 std::vector<Span> pieces_of(const at::Tensor& tensor) {
+  const std::size_t most = is_small(tensor) ? small_bytes() : kPieces;
   // Dimensions from the innermost out, as long as they continue each other.
   std::vector<std::pair<std::int64_t, std::int64_t>> dimensions;  // stride, size
   for (std::int64_t index = 0; index < tensor.dim(); ++index) {
@@ -35,7 +37,7 @@ std::vector<Span> pieces_of(const at::Tensor& tensor) {
   std::size_t count = 1;
   for (std::size_t index = inner; index < dimensions.size(); ++index) {
     count *= static_cast<std::size_t>(dimensions[index].second);
-    if (count > kPieces) return {};
+    if (count > most) return {};
   }
   const auto size = static_cast<std::uintptr_t>(tensor.itemsize());
   const std::uintptr_t begin = span_of(tensor).begin;

@@ -57,6 +57,10 @@ def operations(device: str) -> list[Any]:
     columns = torch.empty(4, 3, device=device)  # written column by column
     for column in range(3):
         columns[:, column] = tokens[:, column].float() * column
+    many = torch.empty(6000, 2, device=device)  # the same with thousands of rows, written twice
+    for column in (0, 1, 0, 1):
+        many[:, column] = torch.arange(6000.0, device=device) * (column + 1)
+    theta = torch.arange(12.0, device=device).view(2, 2, 3)
     torch.use_deterministic_algorithms(True)
     filled = torch.empty(3, dtype=torch.long, device=device)
     counts = labels.unique(return_counts=True)
@@ -98,6 +102,7 @@ def operations(device: str) -> list[Any]:
         ),
         torch.empty(4, device=device).addmv_(tokens.float(), labels[:6].float(), beta=0),
         (columns, columns[:, 1], filled, counts),
+        (many.sum().item(), many[:, 1].max().item(), functional.affine_grid(theta, (2, 1, 70, 60)).double().sum().item()),
         functional.pad(tokens[None].float(), (1, 2), mode="circular"),
         functional.pad(tokens[None, None] / 0.0, (1, 2, 3, 1), mode="circular").nan_to_num(),
         torch.kaiser_window(6, device=device).round(decimals=4),
