@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -131,8 +132,26 @@ OnCpu::OnCpu() : state_(new State) {}
 OnCpu::~OnCpu() { delete state_; }
 
 namespace {
+// The CPU's generator takes the lowest 32 bits of a seed. Further draws with one offset are as far
+// from one another in these as offsets never are.
+constexpr std::uint64_t kFar = 0x9E3779B9;
+
 thread_local std::uint64_t new_draws = 0;
 thread_local bool draws_anew = false;
+
+// cuDNN's dropout has a state of its own, and draws anew in each call. torch makes a state once,
+// and another one after its generator was seeded, while it still holds the one before. (Its
+// generator must not be moved on, which would have it make one for each call.)
+std::uint64_t dropout_draws(const std::optional<at::Tensor>& state) {
+  static std::mutex mutex;
+  static auto& latest = *new std::map<c10::DeviceIndex, std::pair<const void*, std::uint64_t>>;
+  if (!state) return 0;
+  const std::lock_guard lock(mutex);
+  auto& [address, draws] = latest[state->get_device()];
+  draws = address == state->const_data_ptr() ? draws + 1 : 0;
+  address = state->const_data_ptr();
+  return draws;
+}
 }  // namespace
 
 NewDraw::NewDraw() {
@@ -159,15 +178,14 @@ std::uint64_t seed_of_draw(const Operation& operation, const std::vector<c10::IV
   if (!generator.defined() || generator.device().is_cpu()) return c10::default_rng_seed_val;
   const std::lock_guard lock(generator.mutex());
   std::uint64_t offset = 0;
+  if (operation.name == "aten::_cudnn_rnn" && arguments[11].toDouble() > 0)
+    offset += kFar * dropout_draws(arguments[15].toOptional<at::Tensor>());
   try {
-    offset = generator.get_offset();
-    // cuDNN's dropout has a state of its own, and draws anew in each call.
-    if (operation.name == "aten::_cudnn_rnn" && arguments[11].toDouble() > 0)
-      generator.set_offset(offset + 4);
+    offset += generator.get_offset();
   } catch (const c10::Error&) {
     // Not known while a CUDA graph is captured: its draws are the same in each.
   }
-  if (draws_anew) offset += new_draws << 32;
+  if (draws_anew) offset += kFar * new_draws;
   return generator.current_seed() * 0x9E3779B97F4A7C15ULL + offset;
 }
 

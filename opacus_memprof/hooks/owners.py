@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_memprof.hooks import diagnosis, modules
 from opacus_memprof.hooks.vocabulary import (
@@ -53,13 +54,15 @@ class OwnerSearch:
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
         self._prefixes = Attachment("names of models that are not attached")
-        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that no optimizer trains
+        # Models that no optimizer trains, with what watches their calls.
+        self._watched: weakref.WeakKeyDictionary[nn.Module, _BeforeCall] = weakref.WeakKeyDictionary()
         self.reset()
 
     def reset(self) -> None:
         """Forgets earlier searches, for a new recording."""
         self._prefixes.detach()
         self._watched.clear()
+        self._with_gradients = WeakIdKeyDictionary()  # their parameters, as far as the latest search claimed gradients
         self._searches = 0
         self._resume = 0.0  # of time.monotonic()
         self._left: dict[str, int] = {}  # unclaimed bytes by device after the latest search
@@ -110,10 +113,20 @@ class OwnerSearch:
                     _claim_module(module, native.module_id(name), owner)
         for optimizer in optimizers:
             claim_tensors(optimizer, owner)
+        for model in self._watched:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    self._with_gradients[parameter] = True
         for model in map(_trained_part, models):
             if model not in attached and model not in self._watched and not _is_trained(model, optimizers):
-                self._watched.add(model)
-                _watch_calls(self._prefixes, model)
+                self._watched[model] = _watch_calls(self._prefixes, model)
+                observations.layer_shapes().untrained_gradients = self._untrained_gradients
+
+    def _untrained_gradients(self) -> int:
+        """Returns the bytes of gradients that graphs of models give that no optimizer trains, without claimed ones."""
+        called = [model for model, calls in self._watched.items() if calls.is_running or calls.graphs]
+        parameters = {parameter for model in called for parameter in model.parameters() if parameter.requires_grad}
+        return sum(each.nbytes for each in parameters if each not in self._with_gradients)
 
 
 def _trained_part(model: nn.Module) -> nn.Module:
@@ -133,24 +146,37 @@ def _is_trained(model: nn.Module, optimizers: list[Optimizer]) -> bool:
     return not parameters or any(each.grad is not None or id(each) in updated for each in parameters)
 
 
-def _watch_calls(attachment: Attachment, model: nn.Module) -> None:
+def _watch_calls(attachment: Attachment, model: nn.Module) -> "_BeforeCall":
     """Records whether calls of a model that no optimizer trains record graphs, in its first calls."""
-    if looks_compiled(model):
-        return
     before = _BeforeCall()
-    after = _AfterCall(before)
-    after.handles = (model.register_forward_pre_hook(before), model.register_forward_hook(after))
-    attachment.on_detach(after.remove)
+    if not looks_compiled(model):
+        after = _AfterCall(before)
+        after.handles = (model.register_forward_pre_hook(before), model.register_forward_hook(after))
+        attachment.on_detach(after.remove)
+    return before
+
+
+class _Graph:
+    """Noted in a node of autograd's graph, with which it dies."""
 
 
 class _BeforeCall:
-    """Remembers the live bytes before a call, or None where the call's graph may be needed for its inputs."""
+    """Remembers the live bytes before a call, or None where the call's graph may be needed for its inputs.
+
+    Attributes:
+        live: these bytes.
+        is_running: whether a call has begun that records a graph, and has not ended.
+        graphs: those of earlier calls that are alive.
+    """
 
     def __init__(self) -> None:
         self.live: int | None = None
+        self.is_running = False
+        self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     @contain("watching a model that no optimizer trains")
     def __call__(self, model: nn.Module, args: Any) -> None:
+        self.is_running = torch.is_grad_enabled() and not is_compiling()
         differentiable = not torch.is_grad_enabled() or any(each.requires_grad for each in native.tensors_in(args))
         self.live = None if is_compiling() or differentiable else _live()
 
@@ -170,7 +196,13 @@ class _AfterCall:
     @contain("watching a model that no optimizer trains")
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         outputs = native.tensors_in((output,))
-        if is_compiling() or self._before.live is None or not any(each.requires_grad for each in outputs):
+        self._before.is_running = False
+        if is_compiling() or not any(each.requires_grad for each in outputs):
+            return
+        for node in {each.grad_fn for each in outputs if each.grad_fn is not None}:
+            graph = node.metadata[_Graph] = _Graph()
+            self._before.graphs.add(graph)
+        if self._before.live is None:
             return
         kept = _live() - self._before.live - sum(each.nbytes for each in outputs)
         if not self._kept:

@@ -262,6 +262,8 @@ class TrainingShapes:
         has_bfloat16: whether the device computes in bfloat16.
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
+        untrained_gradients: a function that returns the bytes of gradients that a backward pass gives to models that no
+            optimizer trains, such as a reference model whose calls record graphs, without those of earlier steps.
         program: see Program.
     """
 
@@ -292,6 +294,7 @@ class TrainingShapes:
     has_bfloat16: bool = True
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     whole_forward: Callable[[], WholeForward | None] = lambda: None
+    untrained_gradients: Callable[[], int] = lambda: 0
     program: Program = Program()
 
     @property

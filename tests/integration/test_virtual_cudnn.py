@@ -177,6 +177,35 @@ def test_memory_of_recurrent_layers() -> None:
 
 
 @needs_libraries
+def test_dropout_of_recurrent_layers_has_one_state() -> None:
+    """As on an H100 (torch 2.11.0+cu130, one NVIDIA H100 80GB HBM3): one for all calls, which draw anew each."""
+    found = run("""
+        from opacus_memprof.virtual_gpu import values
+        values.install()
+        torch.cuda.memory._record_memory_history(context=None)
+        layer = torch.nn.GRU(64, 256, 3, dropout=0.1).cuda()
+
+        def trained():
+            outputs = []
+            for _ in range(3):
+                outputs.append(layer(torch.ones(4, 2, 64, device="cuda"))[0])
+                outputs[-1].sum().backward()
+            return [output.sum().item() for output in outputs]
+
+        torch.manual_seed(0)
+        first = trained()
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        states = sum(entry["action"] == "alloc" and entry["size"] == 6488064 for entry in trace)
+        torch.manual_seed(0)
+        print(json.dumps([states, first, trained()]))
+    """)
+    states, first, again = found
+    assert states == 1
+    assert len(set(first)) == 3
+    assert again == first
+
+
+@needs_libraries
 def test_sizes_of_recurrent_layers() -> None:
     """Workspace, reserve and weights are the ones cuDNN reports on an H200, for layers of all kinds."""
     found = run(f"""

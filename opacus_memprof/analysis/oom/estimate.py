@@ -114,6 +114,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     theirs = [group for group in failure.block_groups if _is_of_another_model(group, shapes)]
     theirs = [group for group in theirs if group not in leftovers.block_groups and not _is_resident(group.category)]
     others = sum_by(theirs, lambda group: group.category)
+    others["gradients"] = others.get("gradients", 0) + shapes.untrained_gradients()
     return Step(
         mode=shapes.mode,
         mean_loss=shapes.mean_loss,

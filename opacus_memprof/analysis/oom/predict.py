@@ -185,14 +185,17 @@ class Case:
         """
         if phase not in _PHASE_ORDER:
             return sizes
+        others = (
+            0 if self.step is None else self.step.others.get("gradients", 0)
+        )  # which no zero_grad of this model drops
         late = self.step if phase == "forward" and self.step is not None and self.step.clears_late else None
         if late is not None and gradients == "early":
             kept = late.trained if late.keeps_gradients else 0
-            sizes |= {"per_sample_gradients": 0, "summed_gradients": 0, "gradients": kept}
+            sizes |= {"per_sample_gradients": 0, "summed_gradients": 0, "gradients": kept + others}
         if self.step is not None and not self.history.step_peaks:
             sizes = _with_states(sizes, self.step.states + self.step.others.get("optimizer_states", 0))
-            if self.step.keeps_gradients and gradients == "kept":
-                sizes["gradients"] = max(sizes.get("gradients", 0), self.step.trained)
+            kept = self.step.trained if self.step.keeps_gradients and gradients == "kept" else 0
+            sizes["gradients"] = max(sizes.get("gradients", 0), kept + others)
             if late is not None and gradients != "early":
                 left = late.left_in_forward(n or late.samples)
                 sizes |= {name: max(size, sizes.get(name, 0)) for name, size in left.items()}
@@ -203,15 +206,13 @@ class Case:
             is_after = failed in _PHASE_ORDER and _PHASE_ORDER.index(phase) >= _PHASE_ORDER.index(failed)
             if self.step is not None and is_after:  # those of its gradients that are live at the failure stay
                 own = min(sizes.get("gradients", 0), self.step.trained)
-                sizes["gradients"] = max(sizes.get("gradients", 0), own + self.step.others.get("gradients", 0))
+                sizes["gradients"] = max(sizes.get("gradients", 0), own + others)
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
         if late is not None:
             return sizes
-        if gradients == "dropped" and phase in _PHASE_ORDER[:4]:
-            sizes.pop("gradients", None)
-        if gradients == "zeroed" and phase == "forward":
-            sizes.pop("gradients", None)
+        if (gradients == "dropped" and phase in _PHASE_ORDER[:4]) or (gradients == "zeroed" and phase == "forward"):
+            sizes["gradients"] = others
         return sizes
 
     def _remaining_instants(
