@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.estimated_models import MODELS
-from tests.warm_python import ENVIRONMENT, interpreter
+from tests.warm_python import ENVIRONMENT
 
 SCRIPT = Path(__file__).parent / "scripts" / "compare_estimates.py"
 MOST_BELOW, MOST_ABOVE = 0.03, 0.10
@@ -81,31 +81,3 @@ MODES = ("hooks", "flash_clip")
 def test_a_change_of_the_training_takes_what_is_predicted(change: str, mode: str, rows: Rows) -> None:
     predicted, actual = rows[CHANGED]["changes"][mode][change]
     assert (1 - MOST_BELOW) * actual <= predicted <= (1 + MOST_ABOVE) * actual
-
-
-PREFERENCES = Path(__file__).parent / "scripts" / "train_preferences.py"
-
-
-def _trained_by_preferences(output: Path, mode: str, *options: str) -> Path:
-    command = ["-m", "opacus_memprof", "run", "--virtual-gpu", "h200", *options, "-o", str(output), str(PREFERENCES)]
-    subprocess.run([*interpreter(), *command, mode], capture_output=True, env=ENVIRONMENT, timeout=300)
-    return output
-
-
-def test_gradients_of_a_reference_model_are_predicted(tmp_path: Path) -> None:
-    """No optimizer trains it, and no zero_grad clears its gradients, which are as large as the model."""
-    failed = _trained_by_preferences(tmp_path / "failed", "hooks", "--virtual-memory", "1GiB")
-    report = json.loads((failed / "oom_report.json").read_text())
-    assert report["request"]["step"] == 0
-    predicted = {
-        action["value"]: suggestion["predicted_peak_bytes"]
-        for suggestion in report["suggestions"]
-        if [action["kind"] for action in suggestion["actions"]] == ["grad_sample_mode"]
-        for action in suggestion["actions"]
-    }
-    predicted["hooks"] = report["needed"]["bytes"]
-    for mode in ("hooks", "flash_clip"):
-        output = _trained_by_preferences(tmp_path / mode, mode)
-        profile = json.loads((output / "profile.json").read_text())
-        actual = profile["devices"]["cuda:0"]["peak"]["requested_bytes"]
-        assert (1 - MOST_BELOW) * actual <= predicted[mode] <= (1 + MOST_ABOVE) * actual, mode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model by preferences, beside a reference model whose calls record graphs. Usage: train_preferences.py MODE."""
+"""Trains a model by preferences, beside a reference model whose calls record graphs. Its argument is the mode."""
 
 import copy
 import sys
