@@ -14,7 +14,7 @@ from opacus.optimizers import get_optimizer_class
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from opacus_memprof.clipping.forwards.state import RandomState
+from opacus_memprof.clipping.forwards.state import ModuleState, RandomState
 from opacus_memprof.clipping.module.hooks import GradSampleModuleFlashClip
 from opacus_memprof.clipping.optimizers.optimizer import DPOptimizerFlashClip
 from opacus_memprof.clipping.proof.by_hand import Gradients, are_close, exchanges, norm
@@ -71,9 +71,13 @@ class Verification:
         wrong = sum(error > self.tolerance for error in self.errors.values())
         return (
             f"grad_sample_mode={self.mode!r} does not clip this model exactly: the norms are off by up to "
-            f"{self.norm_error:.1%}, the clipped gradients of {wrong} of {len(self.errors)} parameters by up to "
-            f"{self.errors[worst]:.1%} (of {worst})."
+            f"{_share(self.norm_error)}, the clipped gradients of {wrong} of {len(self.errors)} parameters by up to "
+            f"{_share(self.errors[worst])} (of {worst})."
         )
+
+
+def _share(error: float) -> str:
+    return f"{error:.1%}" if error >= 1e-3 else f"{error:.1e}"
 
 
 def verify(
@@ -93,7 +97,7 @@ def verify(
     Args:
         model: the model, not made private.
         batch: the arguments of the model, samples first: a tensor, a sequence of positional arguments, or a mapping of
-            keyword arguments.
+            keyword arguments. Tensors with another number of rows than the first one are the same for all samples.
         mode: "flash_clip", "hooks", "functorch", "ew" or "ghost".
         losses: a function of model and batch that returns the losses of the samples, [B]. Default: a weighted sum of
             all outputs and of their squares.
@@ -125,13 +129,14 @@ def verify(
                 "the gradients of these samples are zero or not finite: give losses that depend on them."
             )
         failed = Verification(mode, norms, math.inf, dict.fromkeys(_trained(prepared), math.inf), tolerance)
-        if hand.mixes():
-            return replace(
-                failed,
-                failure=f"grad_sample_mode={mode!r} cannot clip this model exactly: the samples of a batch influence "
-                "one another, because a sample's loss changed with the inputs of others.",
-            )
+        mixing = (
+            f"grad_sample_mode={mode!r} cannot clip this model exactly: the samples of a batch influence one another, "
+            "because a sample's loss changed with the inputs of others."
+        )
+        if hand.draws and hand.mixes():
+            return replace(failed, failure=mixing)
         _, expected = hand.clip(bound)
+        hand.restore()
         try:
             found_norms, found, noise, wrong = _by_mode(mode, prepared, converted, losses, bound, state)
         except MemprofError:
@@ -140,15 +145,18 @@ def verify(
             message = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {message}".rstrip(":. ")
             return replace(failed, failure=f"grad_sample_mode={mode!r} cannot run this model: {why}.")
-    return Verification(
-        mode,
-        norms,
-        max(abs(a - b) / max(b, 1e-9 * bound) for a, b in zip(found_norms, norms, strict=True)),
-        _relative_errors(found, expected),
-        tolerance,
-        f"grad_sample_mode={mode!r} does not give the privacy that is accounted for: {wrong}." if wrong else None,
-        noise,
-    )
+        result = Verification(
+            mode,
+            norms,
+            max(abs(a - b) / max(b, 1e-9 * bound) for a, b in zip(found_norms, norms, strict=True)),
+            _relative_errors(found, expected),
+            tolerance,
+            f"grad_sample_mode={mode!r} does not give the privacy that is accounted for: {wrong}." if wrong else None,
+            noise,
+        )
+        if result.exact or result.failure or not hand.mixes():
+            return result
+        return replace(result, failure=mixing)
 
 
 def _runnable(model: nn.Module, batch: Any, losses: Losses) -> tuple[nn.Module, Any, float]:
@@ -199,8 +207,9 @@ class _Hand:
     def __init__(self, model: nn.Module, batch: Any, losses: Losses, state: RandomState) -> None:
         self._model, self._batch, self._losses, self._state = model, batch, losses, state
         self._size = _size(batch)
+        self._module_state = ModuleState(model)
         self._run(batch)
-        self._draws = state.has_moved()
+        self.draws = state.has_moved()
 
     def clip(self, bound: float) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Returns the per-sample norms, and the sum of clipped gradients for each parameter."""
@@ -215,31 +224,32 @@ class _Hand:
         return norms, total
 
     def mixes(self) -> bool:
-        """Returns whether a sample's loss depends on other samples.
-
-        Returns False for models that run one sample at a time: their gradients show such a dependence.
-        """
-        if not self._draws:
-            return False
+        """Returns whether a sample's loss depends on other samples."""
         before = self._run(self._batch)
         for kept, rows in exchanges(self._size):
-            after = self._run(tree_map(lambda x, rows=rows: x[rows] if _has_samples(x) else x, self._batch))
+            after = self._run(tree_map(lambda x, rows=rows: x[rows] if _has_samples(x, self._size) else x, self._batch))
             if not are_close(before[kept], after[kept], _SAME_LOSS):
                 return True
         return False
 
-    def _run(self, batch: Any) -> torch.Tensor:
+    def restore(self) -> None:
+        """Restores random numbers, buffers and attributes, so that each forward begins as the mode's does."""
         self._state.restore()
+        self._module_state.restore()
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        self.restore()
         return self._losses(self._model, batch).detach()
 
     def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[Gradients]:
-        self._state.restore()
-        if self._draws:
+        self.restore()
+        if self.draws:
             for loss in self._losses(self._model, self._batch).unbind():
                 yield list(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
             return
         for n in range(self._size):
-            sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x) else x, self._batch)
+            sample = tree_map(lambda x, n=n: x[n : n + 1] if _has_samples(x, self._size) else x, self._batch)
+            self.restore()
             try:
                 loss = self._losses(self._model, sample).sum()
             except MemprofError:
@@ -331,18 +341,19 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch)
 
 
-def _has_samples(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() > 0
-
-
 def _size(batch: Any) -> int:
-    return next((len(x) for x in tree_flatten(batch)[0] if _has_samples(x)), 0)
+    return next((len(x) for x in tree_flatten(batch)[0] if isinstance(x, torch.Tensor) and x.dim()), 0)
+
+
+def _has_samples(x: Any, size: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == size
 
 
 def _first_samples(batch: Any, count: int | None) -> Any:
-    if not _size(batch):
+    size = _size(batch)
+    if not size:
         raise MemprofError("the batch has no sample; give verify tensors whose first dimension is the batch.")
-    return tree_map(lambda x: x[:count] if _has_samples(x) else x, batch)
+    return tree_map(lambda x: x[:count] if _has_samples(x, size) else x, batch)
 
 
 def _measure_noise(

@@ -214,24 +214,51 @@ def test_random_numbers_of_python() -> None:
 class CenteredWithNoise(nn.Module):
     """Mixes the samples where no gradient flows."""
 
-    def __init__(self, strength: float) -> None:
+    def __init__(self, strength: float, noise: float) -> None:
         super().__init__()
-        self.strength = strength
+        self.strength, self.noise = strength, noise
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = nn.functional.dropout(self.first(x))
+        h = nn.functional.dropout(self.first(x), self.noise)
         out: torch.Tensor = self.second(h - self.strength * h.detach().mean(0))
         return out
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 @pytest.mark.parametrize("strength", [1.0, 1e-3])
-def test_mixing_beside_random_numbers(mode: str, strength: float) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_mixing_is_said(mode: str, strength: float, noise: float) -> None:
     torch.manual_seed(0)
-    found = verify(CenteredWithNoise(strength), torch.randn(6, 4), mode)
+    found = verify(CenteredWithNoise(strength, noise), torch.randn(6, 4), mode)
     assert not found.exact
     assert "the samples of a batch influence one another" in str(found)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "flash_clip"])
+def test_each_forward_begins_with_the_same_state(mode: str) -> None:
+    """The power iteration of spectral_norm moves its buffers in each forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+    model[1].requires_grad_(mode == "flash_clip")  # Opacus does not know the parametrization
+    found = verify(model, torch.randn(6, 4), mode)
+    assert found.exact, str(found)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * mask).mean(1)  # type: ignore[no-any-return]
+
+
+def test_an_argument_for_all_samples() -> None:
+    torch.manual_seed(0)
+    found = verify(Masked(), (torch.randn(6, 4, 5), torch.randn(4, 1)), "hooks", max_samples=5)
+    assert found.exact
+    assert len(found.norms) == 5
 
 
 def test_an_error_of_a_mode_is_a_verdict() -> None:

@@ -8,8 +8,11 @@ import pickle
 import subprocess
 import sys
 import weakref
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -120,6 +123,90 @@ def test_a_check_that_fails_is_followed_by_a_proof(monkeypatch: pytest.MonkeyPat
     assert failed
     assert failed[0] < private[0].layer_hooks.batch
     assert private[0].last_situation.share == 1
+
+
+class Records:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.by_kind = {"calls": [0]}
+
+
+class Counting(nn.Module):
+    """Counts its calls in one of the ways in which modules keep a state."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 3)
+        self.how = how
+        self.register_buffer("registered", torch.zeros(()))
+        self.tensor, self.tensors = torch.zeros(()), [torch.zeros(())]
+        self.array = numpy.zeros(2)
+        self.log: defaultdict[str, list[int]] = defaultdict(list)
+        self.counter: Counter[str] = Counter()
+        self.ordered: OrderedDict[int, int] = OrderedDict()
+        self.records, self.names = Records(), SimpleNamespace(calls=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "registered anew":
+                self.registered = self.registered + 1
+            case "tensor":
+                self.tensor += 1
+            case "list of tensors":
+                self.tensors[0] += 1
+            case "array":
+                self.array += 1
+            case "dict of lists":
+                self.log["calls"].append(1)
+            case "counter":
+                self.counter["calls"] += 1
+            case "ordered dict":
+                self.ordered[len(self.ordered)] = 1
+            case "object":
+                self.records.calls += 1
+            case "object's dict":
+                self.records.by_kind["calls"][0] += 1
+            case "namespace":
+                self.names.calls += 1
+        output: torch.Tensor = self.linear(x)
+        return output * (1 + self.count() / 8)
+
+    def count(self) -> float:
+        counts = (float(self.registered), float(self.tensor), float(self.tensors[0]), float(self.array[0]))
+        numbers = (len(self.log["calls"]), self.counter["calls"], len(self.ordered), self.names.calls)
+        return sum(counts) + sum(numbers) + self.records.calls + self.records.by_kind["calls"][0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "registered anew",
+        "tensor",
+        "list of tensors",
+        "array",
+        "dict of lists",
+        "counter",
+        "ordered dict",
+        "object",
+        "object's dict",
+        "namespace",
+    ],
+)
+def test_proofs_leave_what_a_forward_writes(how: str) -> None:
+    torch.manual_seed(0)
+    model = Counting(how).double()
+    plain = copy.deepcopy(model)
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip")
+    for step in range(1, 4):
+        x = torch.randn(4, 9, dtype=torch.float64)
+        output = module(x)
+        assert model.count() == step
+        with torch.no_grad():
+            plain.linear.load_state_dict(model.linear.state_dict())
+            assert torch.equal(output, plain(x))
+        output.square().sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_evaluation_is_untouched() -> None:

@@ -51,10 +51,10 @@ FAULTS = [
     Fault(
         "verify_without_mixing",
         "verification.py",
-        "        if hand.mixes():",
+        "        if hand.draws and hand.mixes():",
         "        if False:",
         "verify calls a model exact that draws random numbers and mixes samples.",
-        integration(f"{_VERIFY}::mixing_beside_random_numbers"),
+        integration(f"{_VERIFY}::mixing_is_said"),
     ),
     Fault(
         "verify_without_noise",
@@ -67,8 +67,8 @@ FAULTS = [
     Fault(
         "verify_of_some_samples",
         "verification.py",
-        "lambda x: x[:count] if _has_samples(x) else x, batch",
-        "lambda x: x[: count or 2] if _has_samples(x) else x, batch",
+        "lambda x: x[:count] if _has_samples(x, size) else x, batch",
+        "lambda x: x[: count or 2] if _has_samples(x, size) else x, batch",
         "verify takes two samples by default.",
         integration(_VERIFY),
     ),

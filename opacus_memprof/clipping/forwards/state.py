@@ -2,17 +2,18 @@
 """The samples and the state of a forward.
 
 An arrangement says where a batch's samples are in a tensor, and rows say which samples a call was given. The state is
-what a forward may change: random number generators, and the module's buffers and attributes.
+what a forward may change: random number generators, and the module's buffers, attributes and what these hold.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -105,52 +106,67 @@ def _same_numpy(a: Any, b: Any) -> bool:
 
 INTERNAL = frozenset(nn.Module().__dict__)
 """The attributes that torch gives every module."""
-_CONTAINERS = (list, dict, set, deque)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_COLLECTIONS = (list, set, deque)
+_MOST_ITEMS = 1000  # longer collections are logs of numbers, inside of which nothing changes
+_MOST_BYTES = 1 << 20  # larger arrays and tensors that are no buffers are data
 
 
 class ModuleState:
-    """The buffers, attributes and hooks of a module and its submodules at one moment.
+    """What a forward may change in a module and its submodules, at one moment.
+
+    These are buffers, attributes and hooks, and what attributes hold: collections, arrays, tensors, and objects of
+    classes that the module's own package defines. A proof's forwards leave all of it as it was.
 
     Args:
         module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._dicts = [m.__dict__ for m in module.modules()]
-        self._attributes = [{k: v for k, v in d.items() if k not in INTERNAL} for d in self._dicts]
-        self._contents = [
-            (value, value.copy())
-            for attributes in self._attributes
-            for value in attributes.values()
-            if type(value) in _CONTAINERS
-        ]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        self._hooks = [(h, dict(h)) for m in module.modules() for h in (m._forward_hooks, m._forward_pre_hooks)]
+        modules = list(module.modules())
+        self._attributes = [(m.__dict__, _attributes(m.__dict__)) for m in modules]
+        self._dicts = [(m._buffers, dict(m._buffers)) for m in modules]
+        self._collections: list[tuple[Any, Any]] = []
+        arrays = list(module.buffers())
+        for value in _contents(modules, [saved for _, saved in self._attributes]):
+            if isinstance(value, dict):
+                self._dicts.append((value, dict(value)))
+            elif type(value) in _COLLECTIONS:
+                self._collections.append((value, value.copy()))
+            else:
+                arrays.append(value)
+        self._arrays = [(x, x.detach().clone() if isinstance(x, torch.Tensor) else x.copy()) for x in arrays]
+        self._hooks = [(h, dict(h)) for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
 
     def has_changed(self) -> bool:
         """Returns whether anything has changed since then."""
         return (
-            any(_differ(d, saved) for d, saved in zip(self._dicts, self._attributes, strict=True))
-            or any(not _same_content(value, copy) for value, copy in self._contents)
-            or any(not torch.equal(buffer, value) for buffer, value in self._buffers)
+            any(_differ(_attributes(d), saved) for d, saved in self._attributes)
+            or any(_differ(d, saved) for d, saved in self._dicts)
+            or any(not _same_items(value, copy) for value, copy in self._collections)
+            or any(not _equal(x, old) for x, old in self._arrays)
         )
 
     def restore(self) -> None:
-        """Restores buffers, attributes and hooks."""
+        """Restores buffers, attributes, what they hold, and hooks."""
         self._restore_hooks()
-        for d, saved in zip(self._dicts, self._attributes, strict=True):
-            if _differ(d, saved):
-                for key in [key for key in d if key not in INTERNAL and key not in saved]:
+        for d, saved in self._attributes:
+            if _differ(_attributes(d), saved):
+                for key in _attributes(d).keys() - saved.keys():
                     del d[key]
                 d.update(saved)
-        for value, copy in self._contents:
-            if not _same_content(value, copy):
+        for d, saved in self._dicts:
+            if _differ(d, saved):
+                d.clear()
+                d.update(saved)
+        for value, copy in self._collections:
+            if not _same_items(value, copy):
                 value.clear()
-                value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
+                value.update(copy) if isinstance(value, set) else value.extend(copy)
         with torch.no_grad():
-            for buffer, old in self._buffers:
-                if not torch.equal(buffer, old):
-                    buffer.copy_(old)
+            for x, old in self._arrays:
+                if not _equal(x, old):
+                    x[...] = old
 
     def _restore_hooks(self) -> None:
         """Restores the program's hooks; flash_clip's own stay as they are.
@@ -165,17 +181,68 @@ class ModuleState:
                 hooks.update(before)
 
 
-def _differ(d: dict[str, Any], saved: dict[str, Any]) -> bool:
-    count = sum(key not in INTERNAL for key in d)
-    return count != len(saved) or any(d.get(key, d) is not value for key, value in saved.items())
+def _attributes(d: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in d.items() if key not in INTERNAL}
 
 
-def _same_content(value: Any, copy: Any) -> bool:
+def _contents(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Yields the collections, arrays and tensors that attributes hold, and the attributes of objects, as dicts."""
+    waiting = [(value, _package(m)) for m, own in zip(modules, attributes, strict=True) for value in own.values()]
+    seen: set[int] = set()
+    while waiting:
+        value, package = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = type(value)
+        items: Any = ()
+        if kind in _DICTS:
+            items = value.values()
+        elif kind in _COLLECTIONS or kind is tuple:
+            items = value
+        elif isinstance(getattr(value, "__dict__", None), dict) and _is_of_program(value, package):
+            value = vars(value)
+            items = value.values()
+        elif not _is_array(value):
+            continue
+        if kind is not tuple:
+            yield value
+        if len(items) <= _MOST_ITEMS:
+            waiting += [(item, package) for item in items]
+
+
+def _package(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
+
+
+def _is_of_program(value: Any, package: str) -> bool:
+    """Returns whether an object's class is of the module's package. A library's objects may have a state elsewhere."""
+    if isinstance(value, (nn.Module, type, torch.Tensor)) or package in ("torch", "opacus", "opacus_memprof"):
+        return False
+    return type(value) is SimpleNamespace or _package(value) == package
+
+
+def _is_array(value: Any) -> bool:
+    """Returns whether an attribute is an array that a forward may write to, and not an activation that has a graph."""
+    if type(value) is torch.Tensor:
+        return value.grad_fn is None and not value.requires_grad and value.nbytes <= _MOST_BYTES
+    numpy = sys.modules.get("numpy")
+    is_numpy = numpy is not None and type(value) is numpy.ndarray
+    return is_numpy and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES
+
+
+def _differ(d: dict[Any, Any], saved: dict[Any, Any]) -> bool:
+    return d.keys() != saved.keys() or any(d[key] is not value for key, value in saved.items())
+
+
+def _same_items(value: Any, copy: Any) -> bool:
     if len(value) != len(copy):
         return False
-    if isinstance(value, dict):
-        return all(key in copy and item is copy[key] for key, item in value.items())
-    return isinstance(value, set) or all(a is b for a, b in zip(value, copy, strict=True))
+    return value == copy if isinstance(value, set) else all(a is b for a, b in zip(value, copy, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool((a == b).all())
 
 
 def is_own(hook: Any) -> bool:
