@@ -15,6 +15,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.schedulers import _GradClipScheduler, _NoiseScheduler
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -100,6 +101,7 @@ class Follower:
         for scheduler in (_NoiseScheduler, _GradClipScheduler):
             _around(scheduler, "__init__", self._make_scheduler)
             _around(scheduler, "step", self._scheduler_step)
+        _around(ReduceLROnPlateau, "step", self._plateau_step)
         _around(torch.amp.GradScaler, "scale", self._scale.on_scaler)
         _around(PrivacyEngine, "_prepare_data_loader", self._deliveries.on_prepare)
         for accountant in (RDPAccountant, PRVAccountant, GaussianAccountant):
@@ -424,6 +426,15 @@ class Follower:
 
     def _scheduler_step(self, original: Any, scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._schedulers[id(scheduler)] = True
+        return original(scheduler, *args, **kwargs)
+
+    def _plateau_step(self, original: Any, scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.findings.not_checked(
+            "learning rates of ReduceLROnPlateau",
+            "they follow the number that it is given: a loss of training samples is not private, one of public samples "
+            "can be.",
+            "plateau",
+        )
         return original(scheduler, *args, **kwargs)
 
     def _no_compile(self, model: Any = None, **kwargs: Any) -> Any:

@@ -355,6 +355,7 @@ def test_a_factor_of_the_script_is_a_note() -> None:
         ),
         ("gradients_halved", ["not checked: what has changed the gradients of conv.weight after noise was added"]),
         ("clipped_after_noise", ["not checked: what has changed the gradients of conv.weight, conv.bias, norm.weight"]),
+        ("plateau", ["not checked: learning rates of ReduceLROnPlateau: they follow the number that it is given"]),
         ("moving_center", ["not checked: what has changed center outside of the optimizer's step"]),
         ("generated", ["there are more steps than batches, and some are on inputs that are in no batch."]),
         (

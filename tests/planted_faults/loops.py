@@ -164,6 +164,14 @@ _SCALES_AND_CHANGES = [
         _unchecked("moving_center"),
     ),
     _fault(
+        "loop_is_content_with_rates_that_follow_losses",
+        "follow.py",
+        '        _around(ReduceLROnPlateau, "step", self._plateau_step)\n',
+        "",
+        "Learning rates that were computed from losses of samples are not said.",
+        _unchecked("plateau"),
+    ),
+    _fault(
         "loop_takes_shortened_gradients_for_a_divisor",
         "update_check.py",
         "            if not (is_scaled or is_turned):\n",

@@ -187,6 +187,18 @@ def clipped_after_noise(mode: str) -> None:
         optimizer.zero_grad()
 
 
+def plateau(mode: str) -> None:
+    """The learning rate follows the loss of the training samples."""
+    model, optimizer, criterion, loader = private(mode)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.original_optimizer)
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(float(loss))
+
+
 class Centered(Net):
     def __init__(self) -> None:
         super().__init__()
