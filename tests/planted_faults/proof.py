@@ -249,7 +249,7 @@ FAULTS = [
     Fault(
         "large_parameters_beside_the_model_are_public",
         "module/other_samples.py",
-        "self._given.discard(gradient.untyped_storage()._cdata)",
+        "self._given.discard(key_of(gradient))",
         "pass",
         "A head with an optimizer that is not private learns from all samples.",
         programs("left_public_head", "left_learned_centers"),
@@ -265,7 +265,7 @@ FAULTS = [
     Fault(
         "labels_of_the_step_before_are_no_inputs",
         "module/other_samples.py",
-        "if not self.depends(x) or x.untyped_storage()._cdata in self._labels | self._known:",
+        "if not self.depends(x) or key_of(x) in self._labels | self._known:",
         "if not self.depends(x):",
         "What a generator has made of noise is refused as an input once it was detached beside another call.",
         programs("left_generator", "left_small_generator"),

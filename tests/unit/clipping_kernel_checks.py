@@ -318,8 +318,8 @@ def test_noise_kernel(divisor: float, rounds: bool) -> None:
 
     Covers sizes below and above torch's threads, a counter above 32 bits, and a launch whose programs share no row.
     """
-    seed, std, block, most = 0x1234567890ABCDEF, 1.5, 32, 512
-    sums = [torch.randn(size) for size in (1, 300, 5000, 512 * 4, 512 * 4 + 1)]
+    seed, std, block, most = 0x1234567890ABCDEF, 1.5, 32, 256
+    sums = [torch.randn(size) for size in (1, 300, 2500, 256 * 4, 256 * 4 + 1)]
     sums[1] = sums[1].to(torch.float16)  # in a table of its own, since its dtype differs
     for dtype in (torch.float32, torch.float16):
         own = [total for total in sums if total.dtype == dtype]

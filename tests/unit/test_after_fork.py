@@ -50,7 +50,7 @@ def allocate():
 for _ in range(3):
     threading.Thread(target=allocate, daemon=True).start()
 """
-    assert end_of_children(prepare, "kept = born_under_us = torch.empty(10)", forks=100) == ""
+    assert end_of_children(prepare, "kept = born_under_us = torch.empty(10)", forks=40) == ""
 
 
 SESSIONS = """
