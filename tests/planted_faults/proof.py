@@ -87,6 +87,14 @@ FAULTS = [
         programs("counted_before_inside_tensor_refused", "counted_before_outside_number_refused"),
     ),
     Fault(
+        "a_checkpoint_around_the_model_calls_it_anew",
+        "module/hooks.py",
+        "(module is not self.registry.model or is_recomputed())",
+        "module is not self.registry.model",
+        "Where a checkpoint runs the model again in backward, that counts as another call.",
+        programs("checkpoint_around_the_model_clean_not_reentrant"),
+    ),
+    Fault(
         "arrays_are_read_unseen",
         "module/read_numbers.py",
         "            mode.note_read(x)",

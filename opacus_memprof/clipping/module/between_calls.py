@@ -332,6 +332,7 @@ class Parts:
         step, check = self._step, self.check_steps
         return is_checked(check, step) or (step > 1 and is_checked(check, step - 1))
 
+    @torch.no_grad()
     def check_rows(self, call: Call, model: nn.Module) -> None:
         """Checks that a sample's input of a call does not depend on other samples of earlier calls.
 

@@ -59,6 +59,7 @@ from opacus_memprof.clipping.proof.batches import (
     tensors_of_call,
 )
 from opacus_memprof.clipping.proof.certificate import Certificate
+from opacus_memprof.clipping.proof.model_state import is_recomputed
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.workspace import Workspace
 from opacus_memprof.errors import MemprofError
@@ -254,8 +255,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
         In a proof, which runs inside a call, the layers' gradients are compared with autograd's instead.
         """
-        is_followed = self.hooks_enabled and not self.layer_hooks.is_off and self._call is None
-        if is_followed and self.registry.model.training:
+        if self.hooks_enabled and self._call is None and self.registry.model.training and not self.layer_hooks.is_off:
             self.bookkeeping.beside_layers.append(name)
 
     def _active(self) -> bool:
@@ -315,8 +315,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         if not self.hooks_enabled or self.layer_hooks.is_off or is_repeating():
             return None
-        if torch._C._current_graph_task_id() != -1 and module is not self.registry.model:
-            return None  # a checkpoint runs a part of the model again, in backward
+        if torch._C._current_graph_task_id() != -1 and (module is not self.registry.model or is_recomputed()):
+            return None  # a checkpoint runs the model, or a part of it, again, in backward
         is_off = not (module.training and self.registry.model.training and torch.is_grad_enabled())
         is_off |= self._proofs.is_frozen() or (module is not self.registry.model and has_parameters_alone(args, kwargs))
         if not (is_off or is_plain_call(args, kwargs)):

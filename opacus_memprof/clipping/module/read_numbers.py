@@ -373,7 +373,7 @@ def unfollowed() -> Iterator[None]:
 
     Nor do functions of the program's own, of modes or classes of tensors, run there.
     """
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), torch.no_grad():
         if not following_modes():
             yield
             return

@@ -275,6 +275,12 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def is_recomputed() -> bool:
+    """Returns whether a checkpoint that is not reentrant runs its function for the second time, in backward."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
 def run_pre_hooks(
     module: nn.Module, own: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -216,14 +216,14 @@ class Situations:
         count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))
         drawn = Random(situation.forwards).sample(range(batch), count)
         leaves, structure = tree_flatten((args, kwargs))
-        some = [leaf[sorted(drawn)] if has_samples(leaf, batch) else leaf for leaf in leaves]
-        some_args, some_kwargs = tree_unflatten(some, structure)
+        with without_saved_tensors_hooks():
+            some = [leaf[sorted(drawn)] if has_samples(leaf, batch) else leaf for leaf in leaves]
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.run(entry, args, kwargs)
 
         self.hooks.layouts, self.hooks.plain = situation.layouts, situation.plain
-        prover = self._prover(entry, run, (some_args, some_kwargs), count, random, situation)
+        prover = self._prover(entry, run, tree_unflatten(some, structure), count, random, situation)
         has_sums = has_sums_checked(self.check, situation.forwards)
         try:
             with self._proving(entry):

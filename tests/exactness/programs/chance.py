@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from tests.exactness.program import Graph, Program, of_shape
+from tests.exactness.judge import Batch
+from tests.exactness.program import Graph, Program, of_shape, per_sample
 
 Body = Callable[["Block", torch.Tensor], torch.Tensor]
 
@@ -116,6 +117,16 @@ def _outside(reentrant: bool, of_block: Callable[[], nn.Module]) -> Callable[[],
     return lambda: Graph(
         forward, first=nn.Linear(6, 6), blocks=nn.ModuleList(of_block() for _ in range(2)), last=nn.Linear(6, 3)
     )
+
+
+def _around_the_model(reentrant: bool, share: float) -> Callable[[Any, Batch], torch.Tensor]:
+    """Outputs from a checkpoint of the private model, of which each sample gets a share of the batch's mean."""
+
+    def losses(model: Any, batch: Batch) -> torch.Tensor:
+        h = checkpoint(model, batch["x"].clone().requires_grad_(), use_reentrant=reentrant)
+        return per_sample(h + share * h.mean(0), batch)
+
+    return losses
 
 
 def _mlp() -> nn.Module:
@@ -315,6 +326,17 @@ PROGRAMS = [
             ("repeated", lambda: Block(_scaled), 1),
             ("random_repeated", lambda: Block(_dropped, drop=nn.Dropout(0.2)), 1),
         )
+    ),
+    *(
+        Program(
+            f"checkpoint_around_the_model_{name}_{'reentrant' if reentrant else 'not_reentrant'}",
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)),
+            of_shape(5, 6, count=3),
+            allowed,
+            _around_the_model(reentrant, share),
+        )
+        for reentrant in (True, False)
+        for name, share, allowed in (("clean", 0.0, "exact"), ("mixing", 0.1, "refused"))
     ),
     Program("checkpoint_around_two_passes", _outside(False, _mlp), _STEPS, "either", settings={**_RANDOM, "passes": 2}),
 ]
