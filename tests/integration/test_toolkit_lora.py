@@ -20,6 +20,7 @@ from opacus_memprof import MemprofError
 from opacus_memprof.cli import app
 from opacus_memprof.cli.options import hide_token
 from opacus_memprof.toolkit import lora
+from tests.warm_python import ENVIRONMENT, interpreter
 
 pytest.importorskip("peft")  # before anything is recorded: its default arguments are tensors
 MB = 2**20
@@ -244,16 +245,15 @@ def test_the_command_line(
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch with CUDA")
 def test_debugging_on_a_virtual_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "opacus_memprof", "debug", "--virtual-gpu", "t4", "--virtual-memory", "1GiB"]
+    command = [*interpreter(), "-m", "opacus_memprof", "debug", "--virtual-gpu", "t4", "--virtual-memory", "1GiB"]
     command += ["--log_dir", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([*command, "--device", "cuda"], env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run([*command, "--device", "cuda"], env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
     results = json.loads((tmp_path / "results.json").read_text())
     # Frozen weights are in fp32, and so are the adapters.
     weights = 4 * results["creation_analysis"]["total"]
     assert results["peak"]["cuda:0"]["categories"]["model_parameters"] == weights
     assert json.loads((tmp_path / "profile" / "profile.json").read_text())["virtual"]["gpu"] == "t4"
-    refused = subprocess.run([*command, "--device", "cpu"], env=environment, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*command, "--device", "cpu"], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "a virtual GPU is not a CPU" in refused.stderr
 
