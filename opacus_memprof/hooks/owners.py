@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -200,7 +200,8 @@ class _AfterCall:
         if is_compiling() or not any(each.requires_grad for each in outputs):
             return
         for node in {each.grad_fn for each in outputs if each.grad_fn is not None}:
-            graph = node.metadata[_Graph] = _Graph()
+            graph = _Graph()
+            cast("dict[object, object]", node.metadata)[_Graph] = graph  # which torch declares as a method
             self._before.graphs.add(graph)
         if self._before.live is None:
             return
