@@ -86,7 +86,7 @@ class Parts:
         counts, self._counts = self._counts, Counts()
         if counts.is_divided_by_counts():
             raise MemprofError(
-                "the loss is not a sum, or a mean, of terms of one sample each: it is divided by a number of "
+                "the model's loss is not a sum, or a mean, of terms of one sample each: it is divided by a number of "
                 "labels that was counted over all samples of the step, which have different numbers of them, such "
                 "as num_items_in_batch of transformers' Trainer. Each sample changes the others' weight there: "
                 "compute one loss for each sample, divided by its own number of labels, and average these (of the "
