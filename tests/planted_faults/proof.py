@@ -81,10 +81,18 @@ FAULTS = [
     Fault(
         "counts_of_all_labels_may_divide_the_loss",
         "proof/summary.py",
-        "if len(counts) < total and total in self._divisors",
+        "if len(counts) < total and is_new",
         "if False",
         "The labels of all samples are counted before the model is called, and the loss is divided by their number.",
         programs("counted_before_inside_tensor_refused", "counted_before_outside_number_refused"),
+    ),
+    Fault(
+        "constants_are_counts_of_labels",
+        "proof/summary.py",
+        "total in self._divisors and total not in self._constants",
+        "total in self._divisors",
+        "A loss is refused that is divided by a constant, because a batch has as many labels by chance.",
+        programs("counted_by_chance_as_a_constant"),
     ),
     Fault(
         "a_checkpoint_around_the_model_calls_it_anew",

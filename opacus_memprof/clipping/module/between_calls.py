@@ -83,7 +83,7 @@ class Parts:
         Raises:
             MemprofError: the loss is divided by what was counted over all samples.
         """
-        counts, self._counts = self._counts, Counts()
+        counts, self._counts = self._counts, self._counts.after_step()
         if counts.is_divided_by_counts():
             raise MemprofError(
                 "the model's loss is not a sum, or a mean, of terms of one sample each: it is divided by a number of "
@@ -116,7 +116,7 @@ class Parts:
             mode.end()
         self._modes, self._left = [], None
         self.carries = False
-        self._found, self._counts = None, Counts()
+        self._found, self._counts = None, self._counts.after_step()
         self._is_too_small = False
 
     def pause(self) -> None:

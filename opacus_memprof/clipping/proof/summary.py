@@ -236,9 +236,14 @@ def halves(batch: int) -> list[list[bool]]:
 
 
 class Counts:
-    """What a program may have counted in all samples of a step, and the whole numbers that it may divide by."""
+    """What a program may have counted in all samples of a step, and the whole numbers that it may divide by.
 
-    def __init__(self) -> None:
+    Args:
+        constants: numbers that it divided by in earlier steps, which had other counts.
+    """
+
+    def __init__(self, constants: frozenset[int] = frozenset()) -> None:
+        self._constants = constants
         self._divisors: set[int] = set()
         self._counts: dict[Any, list[torch.Tensor]] = {}
 
@@ -261,17 +266,31 @@ class Counts:
         """Notes a number by which a loss may be divided, or which is the inverse of one."""
         if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.is_complex():
             x = x.item()
-        if isinstance(x, (int, float)) and math.isfinite(x) and x > 0:
-            x = x if x > 1 else 1 / x
-            self._divisors.update({round(x)} if abs(x - round(x)) < 1e-6 else ())
+        if not (isinstance(x, (int, float)) and math.isfinite(x) and x > 0):
+            return
+        if x < 1:
+            if math.isclose(x, float(f"{x:.2g}"), rel_tol=1e-6):  # a weight that somebody chose, such as 0.1
+                return
+            x = 1 / x
+        if abs(x - round(x)) < 1e-6:
+            self._divisors.add(round(x))
 
     def is_divided_by_counts(self) -> bool:
         """Returns whether a loss may be divided by what all samples have together, and not all as much."""
-        for counts in map(torch.cat, self._counts.values() if self._divisors else ()):
+        for counts in self._per_sample():
             total = int(counts.sum())
-            if len(counts) < total and total in self._divisors and bool((counts != counts[0]).any()):
+            is_new = total in self._divisors and total not in self._constants
+            if len(counts) < total and is_new and bool((counts != counts[0]).any()):
                 return True
         return False
+
+    def after_step(self) -> Counts:
+        """Returns those of the next step, in which a divisor that is none of this step's counts is a constant."""
+        counted = {int(counts.sum()) for counts in self._per_sample()}
+        return Counts(self._constants | (self._divisors - counted))
+
+    def _per_sample(self) -> list[torch.Tensor]:
+        return [torch.cat(counts) for counts in self._counts.values()] if self._divisors else []
 
 
 class Tensors:

@@ -164,14 +164,16 @@ def _of_two(model: Any, batch: Batch) -> torch.Tensor:
     return _squares(h) + functional.cross_entropy(out, batch["y"], reduction="none")
 
 
-def _ragged(*counts: int) -> Callable[[], Sequence[Step]]:
-    """Three steps of labels, of which each sample has so many that are not ignored."""
+def _ragged(*steps: tuple[int, ...]) -> Callable[[], Sequence[Step]]:
+    """Steps of labels, of which each sample has so many that are not ignored."""
 
-    def labels() -> torch.Tensor:
+    def labels(counts: tuple[int, ...]) -> torch.Tensor:
         rows = [torch.randperm(5) < n for n in counts]
         return torch.randint(5, (len(counts), 5)).masked_fill(~torch.stack(rows), -100)
 
-    return lambda: [step({"x": torch.randn(len(counts), 5, 6, dtype=torch.float64), "y": labels()}) for _ in range(3)]
+    return lambda: [
+        step({"x": torch.randn(len(counts), 5, 6, dtype=torch.float64), "y": labels(counts)}) for counts in steps
+    ]
 
 
 def _divided(h: torch.Tensor, y: torch.Tensor, count: Any) -> torch.Tensor:
@@ -191,6 +193,11 @@ def _counted(count: Callable[[torch.Tensor], Any], is_inside: bool, steps: Any, 
 
     name = f"{'inside' if is_inside else 'outside'}_{'tensor' if count is _as_tensor else 'number'}_{allowed}"
     return Program(f"counted_before_{name}", build, steps, allowed, losses, settings={"reduction": "mean"})
+
+
+def _by_constant(model: Any, batch: Batch, factor: float) -> torch.Tensor:
+    losses = functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+    return losses.unflatten(0, (-1, 5)).sum(1) * factor
 
 
 def _as_tensor(y: torch.Tensor) -> torch.Tensor:
@@ -220,9 +227,23 @@ PROGRAMS = [
         "labels_after_batches_of_one", _model, _labelled(1, 1, 5), "refused", _losses_of(_of_valid), {"removes": False}
     ),
     *(
-        _counted(count, is_inside, _ragged(*counts), allowed)
+        _counted(count, is_inside, _ragged(*3 * [counts]), allowed)
         for count in (_as_tensor, lambda y: int((y != -100).sum()))
         for is_inside in (True, False)
         for counts, allowed in (((3, 3, 3, 3), "exact"), ((3, 1, 5, 2), "refused"))
+    ),
+    Program(
+        "counted_by_chance_as_a_constant",  # as many labels as the divisor, in the second step
+        _model,
+        _ragged((3, 3, 3, 3), (3, 1, 5, 2), (3, 1, 5, 2)),
+        "exact",
+        lambda model, batch: _by_constant(model, batch, 1 / 11),
+    ),
+    Program(
+        "counted_by_chance_as_a_weight",
+        _model,
+        _ragged((3, 1, 4, 2)),
+        "exact",
+        lambda model, batch: _by_constant(model, batch, 0.1),
     ),
 ]
