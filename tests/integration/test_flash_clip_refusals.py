@@ -15,6 +15,7 @@ from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashC
 from opacus_memprof.errors import MemprofError
 from tests.integration.flash_clip_models import (
     assert_same,
+    criterion,
     make_private,
     mlp,
     parameters,
@@ -587,6 +588,22 @@ def test_random_numbers_whose_amount_depends_on_data_are_named() -> None:
     module, _ = private(nn.Sequential(nn.Linear(9, 3), nn.RReLU()).double(), 1)
     with pytest.raises(MemprofError, match=r"more or fewer random numbers for other data .* use nn\.LeakyReLU"):
         module(torch.randn(4, 9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_parameter_that_changes_before_the_step_is_named(by_data: bool) -> None:
+    """As in sharpness-aware minimisation, where the ascent depends on the batch."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip")
+    x, target = vector_data(4).tensors
+    criterion("mean")(module(x), target).backward()
+    weight = next(model.parameters())
+    with torch.no_grad():
+        (weight.data if by_data else weight).mul_(1.5)
+    name = next(name for name, _ in model.named_parameters())
+    with pytest.raises(MemprofError, match=rf"^{name} changed between the model's forward and optimizer\.step\(\)"):
+        optimizer.step()
 
 
 def test_a_forward_that_sets_a_parameter_to_other_memory() -> None:

@@ -52,6 +52,7 @@ class RecordedForward:
         random: the initial state of the random number generators.
         state: the initial state of the module.
         autocast: device type, dtype and whether autocast was enabled.
+        norms: the norms of the trained parameters.
         arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
@@ -67,6 +68,7 @@ class RecordedForward:
     random: RandomState
     state: ModuleState
     autocast: tuple[str, torch.dtype, bool]
+    norms: dict[nn.Parameter, torch.Tensor]
     arrangements: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
@@ -82,11 +84,16 @@ class RecordedForward:
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast)
+        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, _norms(module))
 
     def release(self) -> None:
         """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
         self.__dict__.clear()
+
+    def changed(self) -> list[nn.Parameter]:
+        """Returns the parameters that have been written to since then."""
+        now = _norms(self.module)
+        return [p for p, norm in self.norms.items() if p in now and bool(norm != now[p]) and not bool(norm.isnan())]
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of one of the output's tensors."""
@@ -240,6 +247,11 @@ def _reduction(node: Any, outputs: Collection[Any]) -> str | None:
     return kind
 
 
+def _norms(module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return dict(zip(trained, torch._foreach_norm([p.detach() for p in trained]), strict=True)) if trained else {}
+
+
 def copied(arguments: Any) -> Any:
     """Returns the arguments of a forward with copies of their tensors."""
     return tree_map(_copied, arguments)
@@ -291,6 +303,14 @@ def check_explained(
         with without_cudnn(), without_tf32():
             wrong = wrong_in(_PARTS, ((p, g) for p, g in all_real(autograd(1.0, 1)).items() if g is not None))
     if wrong:
+        written = sorted({names[p] for forward in recorded for p in forward.changed() if p in names})
+        if written:
+            named = ", ".join(written[:3]) + (" and others" if len(written) > 3 else "")
+            raise MemprofError(
+                f"{named} changed between the model's forward and optimizer.step(), so that the step's gradients "
+                "cannot be checked: change parameters after optimizer.step(). What depends on the batch, such as the "
+                "ascent of sharpness-aware minimisation, would not be private."
+            )
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(
             f"the gradient of {names[parameter]} is {error:.1%} off the one that the outputs of the model explain: a "
