@@ -606,6 +606,30 @@ def test_a_parameter_that_changes_before_the_step_is_named(by_data: bool) -> Non
         optimizer.step()
 
 
+def _mixing_hooks() -> contextlib.AbstractContextManager[None]:
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(0) if x.is_floating_point() and x.shape[:1] == (4,) else x
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack)
+
+
+@pytest.mark.parametrize("begins", [0, 2, 4])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_saved_tensors_hooks_that_change_gradients(begins: int, mixes: bool) -> None:
+    torch.manual_seed(0)
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip")
+    x, target = vector_data(4).tensors
+    for step in range(begins + 1):
+        hooks = _mixing_hooks if mixes else torch.autograd.graph.save_on_cpu
+        with hooks() if step == begins else contextlib.nullcontext():
+            output = module(x)
+        criterion("mean")(output, target).backward()
+        refused = pytest.raises(MemprofError, match=r"hooks around the model change what .* \(_mixing_hooks\.")
+        with refused if mixes and step == begins else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_forward_that_sets_a_parameter_to_other_memory() -> None:
     class Setting(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,14 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "saved_tensors_hooks_make_no_situation",
+        "proof/model_state.py",
+        "    codes = () if hooks is None else tuple(_code_of(hook) for hook in hooks)\n",
+        "    codes = ()\n",
+        "Saved-tensor hooks that mix samples are not noticed where they begin between two proofs.",
+        integration("flash_clip_refusals::saved_tensors_hooks_that_change_gradients"),
+    ),
+    Fault(
         "batch_norms_of_any_forward_are_refused",
         "layers/registry.py",
         "            and is_torchs\n",
@@ -31,15 +39,15 @@ FAULTS = [
     Fault(
         "key_without_batch_size",
         "module/call_proofs.py",
-        "signature, size_class(batch), autocast_key",
-        "signature, 0, autocast_key",
+        "signature, size_class(batch), context_key",
+        "signature, 0, context_key",
         "A batch that is larger than any before is not proved.",
         programs("number_of_batch_size_mixes"),
     ),
     Fault(
         "key_without_autocast",
         "module/call_proofs.py",
-        'size_class(batch), autocast_key(("cpu", "cuda"))',
+        'size_class(batch), context_key(("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
         programs("number_of_autocast_mixes"),

@@ -24,7 +24,7 @@ from opacus_memprof.clipping.module.calls import Call, batch_size
 from opacus_memprof.clipping.proof.batches import is_compiled, leaves_of_call, tensors_in, tensors_of_call
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
-from opacus_memprof.clipping.proof.model_state import ModelState, autocast_key, size_class
+from opacus_memprof.clipping.proof.model_state import ModelState, context_key, size_class
 from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.situations import JointProofs, Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError
@@ -135,7 +135,7 @@ class CallProofs:
         refuse_cached_parameters(self.registry.model)
         hooks, batch, random = self.hooks, self.hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
-        call.key = call.entry, self._modes, signature, size_class(batch), autocast_key(("cpu", "cuda"))
+        call.key = call.entry, self._modes, signature, size_class(batch), context_key(("cpu", "cuda"))
         is_new = call.key not in self.situations.known
         given = tensors_of_call(call.args, call.kwargs)
         try:

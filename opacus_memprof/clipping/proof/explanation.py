@@ -33,6 +33,7 @@ from opacus_memprof.clipping.proof.by_hand import (
     wrong_sums,
 )
 from opacus_memprof.clipping.proof.certificate import SituationRecord
+from opacus_memprof.clipping.proof.model_state import saved_tensors_hooks
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.errors import MemprofError
@@ -53,6 +54,7 @@ class RecordedForward:
         state: the initial state of the module.
         autocast: device type, dtype and whether autocast was enabled.
         norms: the norms of the trained parameters.
+        hooks: the name of the function by which the program's saved-tensor hooks give backward a tensor, if there are.
         arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
@@ -69,6 +71,7 @@ class RecordedForward:
     state: ModuleState
     autocast: tuple[str, torch.dtype, bool]
     norms: dict[nn.Parameter, torch.Tensor]
+    hooks: str | None
     arrangements: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
@@ -84,7 +87,9 @@ class RecordedForward:
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, _norms(module))
+        norms, hooks = _norms(module), saved_tensors_hooks()
+        name = None if hooks is None else getattr(hooks[1], "__qualname__", type(hooks[1]).__qualname__)
+        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, norms, name)
 
     def release(self) -> None:
         """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
@@ -310,6 +315,13 @@ def check_explained(
                 f"{named} changed between the model's forward and optimizer.step(), so that the step's gradients "
                 "cannot be checked: change parameters after optimizer.step(). What depends on the batch, such as the "
                 "ascent of sharpness-aware minimisation, would not be private."
+            )
+        hooks = next((forward.hooks for forward in recorded if forward.hooks is not None), None)
+        if hooks is not None:
+            raise MemprofError(
+                f"saved-tensor hooks around the model change what backward reads ({hooks}), so that the step's "
+                "gradients cannot be checked, and may mix samples: use hooks that give tensors back as they were, such "
+                "as torch.autograd.graph.save_on_cpu."
             )
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(

@@ -244,11 +244,28 @@ def size_class(batch: int) -> int:
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 
-def autocast_key(devices: Iterable[str]) -> tuple[Any, ...]:
-    """Returns the state of autocast."""
+def context_key(devices: Iterable[str]) -> tuple[Any, ...]:
+    """Returns the state of autocast, and the code of the program's saved-tensor hooks, which may change gradients."""
+    hooks = saved_tensors_hooks()
+    codes = () if hooks is None else tuple(_code_of(hook) for hook in hooks)
     if not torch._C._is_any_autocast_enabled():
-        return ()
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+        return codes
+    return *codes, *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Returns the innermost saved-tensor hooks, unless they are a checkpoint's."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None or _is_of_checkpoint(hooks) else hooks
+
+
+def _is_of_checkpoint(hooks: tuple[Any, Any]) -> bool:
+    return getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+
+
+def _code_of(function: Any) -> Any:
+    """Returns what functions of the same definition share: a context manager makes its own each time."""
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
@@ -278,7 +295,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 def is_recomputed() -> bool:
     """Returns whether a checkpoint that is not reentrant runs its function for the second time, in backward."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+    return hooks is not None and _is_of_checkpoint(hooks)
 
 
 def run_pre_hooks(
