@@ -53,7 +53,7 @@ class RecordedForward:
         random: the initial state of the random number generators.
         state: the initial state of the module.
         autocast: device type, dtype and whether autocast was enabled.
-        norms: the norms of the trained parameters.
+        versions: how often the trained parameters had been written to.
         hooks: the name of the function by which the program's saved-tensor hooks give backward a tensor, if there are.
         arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
@@ -70,7 +70,7 @@ class RecordedForward:
     random: RandomState
     state: ModuleState
     autocast: tuple[str, torch.dtype, bool]
-    norms: dict[nn.Parameter, torch.Tensor]
+    versions: dict[nn.Parameter, int]
     hooks: str | None
     arrangements: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -87,18 +87,18 @@ class RecordedForward:
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        norms, hooks = _norms(module), saved_tensors_hooks()
+        versions, hooks = _versions(module), saved_tensors_hooks()
         name = None if hooks is None else getattr(hooks[1], "__qualname__", type(hooks[1]).__qualname__)
-        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, norms, name)
+        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, versions, name)
 
     def release(self) -> None:
         """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
         self.__dict__.clear()
 
     def changed(self) -> list[nn.Parameter]:
-        """Returns the parameters that have been written to since then."""
-        now = _norms(self.module)
-        return [p for p, norm in self.norms.items() if p in now and bool(norm != now[p]) and not bool(norm.isnan())]
+        """Returns the parameters that have been written to since then, but not through `.data`."""
+        now = _versions(self.module)
+        return [p for p, version in self.versions.items() if now.get(p, version) != version]
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Adds the gradient of one of the output's tensors."""
@@ -252,9 +252,8 @@ def _reduction(node: Any, outputs: Collection[Any]) -> str | None:
     return kind
 
 
-def _norms(module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return dict(zip(trained, torch._foreach_norm([p.detach() for p in trained]), strict=True)) if trained else {}
+def _versions(module: nn.Module) -> dict[nn.Parameter, int]:
+    return {p: p._version for p in module.parameters() if p.requires_grad}
 
 
 def copied(arguments: Any) -> Any:
