@@ -175,6 +175,7 @@ class GraphedBackward:
         numbers = 64 * (len(self._optimizer.params) + 16)  # a few tables have a few numbers for each parameter
         begin_tables_of_graph(torch.empty(numbers, dtype=torch.int64, device=self._optimizer.params[0].device))
         pool = torch.cuda.graph_pool_handle()
+        self._module.layer_hooks.renew_anchors()
         try:
             # "thread_local": other threads, such as a data loader's, may make calls that a capture forbids.
             with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):

@@ -258,6 +258,16 @@ class LayerHooks:
         """Returns a scalar that makes an output require grad when neither the input nor the frozen parameters do."""
         return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
 
+    def renew_anchors(self) -> None:
+        """Makes new anchors for a capture in a CUDA graph.
+
+        Autograd's node of an anchor lives as long as any graph with it, and belongs to the stream on which the first
+        one was made. A backward that is captured must not wait for another stream.
+        """
+        self._anchors = {
+            device: torch.zeros_like(anchor, requires_grad=True) for device, anchor in self._anchors.items()
+        }
+
 
 @dataclass(slots=True)
 class PlainLayer:

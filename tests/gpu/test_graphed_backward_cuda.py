@@ -219,6 +219,22 @@ def test_a_step_whose_check_is_due_goes_without_the_graph(check: Check, eager: l
     assert [forward for forward in range(5, 23) if not replayed.step(batch)] == eager
 
 
+def test_an_output_of_an_earlier_call_is_kept() -> None:
+    """Its graph has nodes that belong to the stream of that call, which a capture must not wait for."""
+    kept: list[torch.Tensor] = []
+    training = Training(nn.Linear(9, 4), TensorDataset(torch.randn(12, 9), torch.randint(4, (12,))), None)
+
+    def compute_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept.append(training.module(x))
+        return nn.functional.cross_entropy(kept[-1], y)
+
+    batch = torch.randn(4, 9, device="cuda"), torch.randint(4, (4,), device="cuda")
+    training.backward = GraphedBackward(training.module, training.optimizer, compute_loss, batch)
+    assert len(kept) == 4
+    for _ in range(3):
+        training.step(batch)
+
+
 @pytest.mark.true_numbers
 @pytest.mark.parametrize("what", ["mean of losses", "outputs", "nothing"])
 def test_what_a_loop_keeps_of_a_step_is_seen(what: str) -> None:
