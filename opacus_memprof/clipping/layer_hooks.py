@@ -256,7 +256,9 @@ class LayerHooks:
 
     def anchor(self, device: torch.device) -> torch.Tensor:
         """Returns a scalar that makes an output require grad when neither the input nor the frozen parameters do."""
-        return self._anchors.setdefault(device, torch.zeros((), device=device, requires_grad=True))
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
+        return self._anchors[device]
 
     def renew_anchors(self) -> None:
         """Makes new anchors for a capture in a CUDA graph.
