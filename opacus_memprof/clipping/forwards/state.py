@@ -108,6 +108,7 @@ INTERNAL = frozenset(nn.Module().__dict__)
 """The attributes that torch gives every module."""
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _COLLECTIONS = (list, set, deque)
+_PLAIN = frozenset((bool, float, int, str, type(None), torch.dtype, torch.device))
 _MOST_ITEMS = 1000  # longer collections are logs of numbers, inside of which nothing changes
 _MOST_BYTES = 1 << 20  # larger arrays and tensors that are no buffers are data
 
@@ -187,14 +188,17 @@ def _attributes(d: dict[str, Any]) -> dict[str, Any]:
 
 def _contents(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> Iterator[Any]:
     """Yields the collections, arrays and tensors that attributes hold, and the attributes of objects, as dicts."""
-    waiting = [(value, _package(m)) for m, own in zip(modules, attributes, strict=True) for value in own.values()]
+    waiting: list[tuple[Any, str]] = []
+    for module, own in zip(modules, attributes, strict=True):
+        package = _package(module)
+        waiting += [(value, package) for value in own.values()]
     seen: set[int] = set()
     while waiting:
         value, package = waiting.pop()
-        if id(value) in seen:
+        kind = type(value)
+        if kind in _PLAIN or id(value) in seen:
             continue
         seen.add(id(value))
-        kind = type(value)
         items: Any = ()
         if kind in _DICTS:
             items = value.values()
