@@ -185,9 +185,8 @@ class Case:
         """
         if phase not in _PHASE_ORDER:
             return sizes
-        others = (
-            0 if self.step is None else self.step.others.get("gradients", 0)
-        )  # which no zero_grad of this model drops
+        # No zero_grad of this model drops those of others.
+        others = 0 if self.step is None else self.step.others.get("gradients", 0)
         late = self.step if phase == "forward" and self.step is not None and self.step.clears_late else None
         if late is not None and gradients == "early":
             kept = late.trained if late.keeps_gradients else 0
