@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,6 +208,31 @@ def test_proofs_leave_what_a_forward_writes(how: str) -> None:
         output.square().sum(1).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize(
+    "build",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]),
+        lambda x: x.to("meta"),
+    ],
+    ids=["sparse", "csr", "nested", "meta"],
+)
+def test_a_module_holds_a_tensor_of_another_kind(
+    build: Callable[[torch.Tensor], torch.Tensor], is_buffer: bool
+) -> None:
+    """As a graph's adjacency matrix, which no forward writes to."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    held = build(torch.eye(9, dtype=torch.float64))
+    model.register_buffer("held", held) if is_buffer else setattr(model, "held", held)
+    module, optimizer, _ = make_private(model, vector_data(8), "flash_clip")
+    x, target = vector_data(4).tensors
+    criterion("mean")(module(x), target).backward()
+    optimizer.step()
 
 
 def test_evaluation_is_untouched() -> None:

@@ -128,7 +128,7 @@ class ModuleState:
         self._attributes = [(m.__dict__, _attributes(m.__dict__)) for m in modules]
         self._dicts = [(m._buffers, dict(m._buffers)) for m in modules]
         self._collections: list[tuple[Any, Any]] = []
-        arrays = list(module.buffers())
+        arrays: list[Any] = [x for x in module.buffers() if _can_be_restored(x)]
         for value in _contents(modules, [saved for _, saved in self._attributes]):
             if isinstance(value, dict):
                 self._dicts.append((value, dict(value)))
@@ -229,10 +229,16 @@ def _is_of_program(value: Any, package: str) -> bool:
 def _is_array(value: Any) -> bool:
     """Returns whether an attribute is an array that a forward may write to, and not an activation that has a graph."""
     if type(value) is torch.Tensor:
-        return value.grad_fn is None and not value.requires_grad and value.nbytes <= _MOST_BYTES
+        is_leaf = value.grad_fn is None and not value.requires_grad
+        return is_leaf and _can_be_restored(value) and value.nbytes <= _MOST_BYTES
     numpy = sys.modules.get("numpy")
     is_numpy = numpy is not None and type(value) is numpy.ndarray
     return is_numpy and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES
+
+
+def _can_be_restored(x: torch.Tensor) -> bool:
+    """Returns whether a tensor's values can be compared and copied: those of sparse and meta tensors cannot."""
+    return has_storage(x) and not x.is_meta
 
 
 def _differ(d: dict[Any, Any], saved: dict[Any, Any]) -> bool:

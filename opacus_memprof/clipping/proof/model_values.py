@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.forwards.state import INTERNAL
+from opacus_memprof.clipping.forwards.state import INTERNAL, has_storage
 
 _DEPTH = 3
 _MOST_SEARCHES = 32
@@ -383,8 +383,12 @@ def _state_of(tensor: Any) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.tobytes()
     if not isinstance(tensor, torch.Tensor):
         return (tensor if is_plain(tensor) else type(tensor),)
-    is_plain_memory = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-    if is_plain_memory and tensor.numel() <= _READ_ELEMENTS and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if (
+        tensor.device.type == "cpu"
+        and has_storage(tensor)
+        and tensor.numel() <= _READ_ELEMENTS
+        and type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    ):
         return tensor.dtype, tensor.shape, repr(tensor.tolist())  # as text, in which NaN equals NaN
     return (TensorVersion(tensor),)
 
