@@ -617,8 +617,8 @@ FAULTS = [
     Fault(
         "explanation_finds_nothing",
         "proof/explanation.py",
-        "    if wrong:\n        parameter, error",
-        "    if False:\n        parameter, error",
+        "    if wrong:\n        written",
+        "    if False:\n        written",
         "A loss term beside the outputs is accepted.",
         programs("outputs_aux_sums", "outputs_aux_in_list"),
     ),
