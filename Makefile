@@ -185,7 +185,7 @@ try-wheel: $(BIN)/python
 RELEASE := build/release
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 release-check: $(BIN)/python
-	$(INSTALL) build check-jsonschema py-rattler-build towncrier twine
+	$(INSTALL) build check-jsonschema py-rattler-build towncrier twine uv
 	rm -rf $(RELEASE)
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml examples/ci/*.yml
 	$(SCHEMA) vendor.citation-file-format CITATION.cff
@@ -198,6 +198,7 @@ release-check: $(BIN)/python
 	$(PYTHON) -m venv $(RELEASE)/environment
 	OPACUS_MEMPROF_READER=1 $(RELEASE)/environment/bin/pip install -q $(RELEASE)/dist/*.tar.gz
 	$(RELEASE)/environment/bin/opacus-memprof report tests/data/format_1_hooks
+	OPACUS_MEMPROF_READER=1 $(BIN)/uvx --python $(BIN)/python --from $(RELEASE)/dist/*.tar.gz opacus-memprof doctor
 	$(BIN)/towncrier build --draft --version $(call CLAIMED,claimed["VERSION"])
 
 # The core under each sanitizer. Older ThreadSanitizers need addresses that are not randomised.

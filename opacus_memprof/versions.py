@@ -66,10 +66,10 @@ def why_there_is_no_extension() -> str:
     if not BUILDS.is_dir():
         return "opacus-memprof's extension has not been built"
     fits = sorted(folder.name.rpartition("-")[0] for folder in BUILDS.iterdir())
-    built = f"opacus-memprof was built for {', '.join(fits)}, but"
+    built = ", ".join(fits)
     if (torch := _installed_torch()) is None:
-        return f"{built} torch is not installed"
-    reason = f"{built} torch {torch[0]} is installed"
+        return f"opacus-memprof was built for {built}, but torch is not installed"
+    reason = f"opacus-memprof was built for {built}, but torch {torch[0]} is installed"
     alike = name_of_build(*torch).rpartition("-")[0] in fits
     return f"{reason}, whose allocator is declared otherwise" if alike else reason
 

@@ -39,6 +39,39 @@ SEARCHED = {
     "slow": "faq.html",
 }
 
+# Addresses that pages, or headings of pages, have had, and what has their content now.
+MOVED = {
+    "comparing.html#what-a-change-has-changed": "comparing.html#before-and-after-a-change",
+    "distributed.html#many-gpus-without-one": "distributed.html#many-virtual-gpus",
+    "flash_clip.html#what-holds-in-every-step": "flash_clip.html#what-is-guaranteed",
+    "index.html#from-python": "python.html",
+    "index.html#how-it-works": "how_it_works.html",
+    "index.html#in-tests": "pytest.html",
+    "index.html#in-your-framework": "frameworks.html",
+    "index.html#measured": "results/index.html",
+    "index.html#several-gpus": "distributed.html",
+    "index.html#the-plug-in-route": "python.html#the-plug-in-route",
+    "index.html#two-commands": "index.html#install",
+    "index.html#versions-and-when-something-is-wrong": "install.html#versions",
+    "index.html#what-the-figures-mean": "how_it_works.html#what-the-figures-are",
+    "index.html#where-to-read-on": "index.html#read-on",
+    "index.html#without-a-gpu": "virtual_gpu.html",
+    "install.html#does-it-work-here": "install.html#check-the-installation",
+    "results/overhead_h200_large.html": "results/index.html#what-profiling-costs",
+    "results/overhead_h200_large_ghost.html": "results/index.html#what-profiling-costs",
+    "results/overhead_h200_small.html": "results/index.html#what-profiling-costs",
+    "results/overhead_h200_small_2.html": "results/index.html#what-profiling-costs",
+    "results/overhead_h200_small_3.html": "results/index.html#what-profiling-costs",
+    "sweep.html#another-scheduler": "distributed.html#experiments-and-sweeps",
+    "troubleshooting.html#events-are-not-in-the-event-file": (
+        "troubleshooting.html#-of--events-are-not-in-the-event-files-which-hold-at-most--records"
+    ),
+    "troubleshooting.html#opacus-memprof-was-built-for-torch--but-torch--is-installed": (
+        "troubleshooting.html#opacus-memprof-was-built-for--but-torch--is-installed"
+    ),
+    "virtual_gpu.html#the-mark": "virtual_gpu.html#how-reports-mark-it",
+}
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that have their source elsewhere."""
@@ -61,9 +94,28 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return _with_colors(markdown) if page.file.src_uri == "categories.md" else markdown
 
 
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keeps addresses of headings that have moved: a browser follows what stands behind # by itself."""
+    moved = {anchor: new for old, new in MOVED.items() for at, _, anchor in [old.partition("#")] if at == page.url}
+    script = "if (location.hash.slice(1) in moved) location.replace(moved[location.hash.slice(1)])"
+    known = {anchor: posixpath.relpath(new, posixpath.dirname(page.url)) for anchor, new in moved.items() if anchor}
+    return f"{html}\n<script>{{const moved = {json.dumps(known)}; {script}}}</script>" if known else html
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuses a site whose search does not find what people search for."""
-    index = json.loads(Path(config.site_dir, "search", "search_index.json").read_text(encoding="utf-8"))
+    """Writes pages that lead from old addresses to new ones. Refuses a site whose search misses what people want."""
+    site = Path(config.site_dir)
+    for old, new in MOVED.items():
+        target, _, anchor = new.partition("#")
+        if anchor and f'id="{anchor}"' not in (site / target).read_text(encoding="utf-8"):
+            raise PluginError(f"{old} has moved to {new}, which is not there")
+        if "#" not in old:
+            address = posixpath.relpath(new, posixpath.dirname(old))
+            head = f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}"><title>Moved</title>'
+            (site / old).write_text(f'<!doctype html>{head}<a href="{address}">Moved</a>\n', encoding="utf-8")
+    if 'href="/assets' in (site / "404.html").read_text(encoding="utf-8"):
+        raise PluginError("404.html looks for its style at the server's root, where the site is not: set site_url")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     for words, page in SEARCHED.items():
         found = (entry for entry in index["docs"] if words in f"{entry['title']} {entry['text']}".lower())
         if not any(entry["location"].startswith(page) for entry in found):

@@ -4,8 +4,10 @@
 A page's commands run one after the other in a folder: its bash blocks, and those of comments such as
 
     <!-- runs opacus-memprof report memprof_profile --full -->
+    <!-- runs opacus-memprof plan --gpu t4 examples/train_transformer.py --batch-size 128, exits with 3 -->
 
 Another comment stands above a block: `<!-- exits with 1 -->` above a command, `<!-- file train.py -->` above a program.
+A program that the page does not show stands in a comment itself, below `<!-- file train.py` and above `-->`.
 Each line of a text block, or of an indented one, is a line that a command above it has printed, or a part of one. Where
 its numbers have changed, it is replaced by the line that is printed now; where its words have, a person has to write it
 anew.
@@ -21,14 +23,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*sorted((DOCS / "tutorials").glob("*.md")), DOCS / "zh" / "oom.md", DOCS / "reading.md"]
+_GUIDES = ("flash_clip", "oom", "planning", "pytest", "reading", "virtual_gpu")
+PAGES = [
+    *sorted((DOCS / "tutorials").glob("*.md")),
+    DOCS / "zh" / "oom.md",
+    *(DOCS / f"{name}.md" for name in _GUIDES),
+]
 _PART = re.compile(
-    r"^<!-- runs (?P<runs>.+?) -->\n"
-    r"|(?:^<!-- (?P<note>.+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```\n"
+    r"^<!-- runs (?P<runs>.+?)(?:, exits with (?P<exits>\d+))? -->\n"
+    r"|^<!-- file (?P<hidden>\S+)\n(?P<program>.*?)^-->\n"
+    r"|(?:^<!-- (?P<note>[^\n]+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```\n"
     r"|(?P<indented>(?:^    [^\n]*\n)+)",
     re.MULTILINE | re.DOTALL,
 )
-_COMMAND = re.compile(r"(opacus-memprof [a-z]+|python) ")
+_COMMAND = re.compile(r"(opacus-memprof [a-z]+|python|pytest|torchrun) ")
 _ROUNDING = re.compile(r"\d\.\de-\d\d")  # differs between processors
 
 
@@ -42,7 +50,7 @@ def _printed_by(
         stderr=subprocess.STDOUT, text=True, timeout=600,
     )  # fmt: skip
     assert ran.returncode == exit_code, (command, ran.stdout)
-    return ran.stdout.splitlines()
+    return ran.stdout.replace(f"{folder}/", "").splitlines()
 
 
 def _without_numbers(line: str) -> str:
@@ -67,7 +75,8 @@ def _anew(shown: str, printed: list[str]) -> str:
 
 def regenerated(page: Path, folder: Path, python: Sequence[str] = (sys.executable,)) -> str:
     """The text of a page whose commands have run in this empty folder, with `python` as the command of a Python."""
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "tests"):
+        (folder / name).symlink_to(ROOT / name)
     environment = os.environ | {
         "COLUMNS": "80",
         "PYTHONPATH": str(ROOT),
@@ -84,9 +93,10 @@ def regenerated(page: Path, folder: Path, python: Sequence[str] = (sys.executabl
         nonlocal before
         whole, note, text = found[0], found["note"] or "", found["text"]
         if command := found["runs"] or (found["kind"] == "bash" and text.strip()):
-            printed.extend(
-                _printed_by(command, folder, environment, int(note.removeprefix("exits with ") or 0), python)
-            )
+            exits = int(found["exits"] or note.removeprefix("exits with ") or 0)
+            printed.extend(_printed_by(command, folder, environment, exits, python))
+        elif found["hidden"]:
+            (folder / found["hidden"]).write_text(found["program"])
         elif note.startswith("file "):
             before = text
             (folder / note.removeprefix("file ")).write_text(text)

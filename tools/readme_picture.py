@@ -6,6 +6,7 @@
 The first run of examples/train_transformer.py runs out of memory, the second makes the change that the first suggests.
 """
 
+import html
 import io
 import os
 import re
@@ -44,7 +45,8 @@ def part(printed: str, first: str, last: str) -> str:
     return "\n".join(lines[start:end])
 
 
-def main() -> None:
+def drawn() -> str:
+    """The picture, from runs."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").symlink_to(ROOT / "examples" / "train_transformer.py")
@@ -61,8 +63,13 @@ def main() -> None:
         console.print(Text("…", style="dim"))
         console.print(Text.from_ansi(shown))
     frame = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # fonts of another server
-    PICTURE.write_text(console.export_svg(title="opacus-memprof", code_format=frame, unique_id="memprof"))
+    return console.export_svg(title="opacus-memprof", code_format=frame, unique_id="memprof")
+
+
+def shown(picture: str) -> list[str]:
+    """Its pieces of text."""
+    return [html.unescape(text).rstrip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", picture)]
 
 
 if __name__ == "__main__":
-    main()
+    PICTURE.write_text(drawn())

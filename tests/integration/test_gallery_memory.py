@@ -138,6 +138,15 @@ CASES = (
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )
 
+README = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+QUOTED = {
+    "dplstm": (
+        "381.62 MiB of per sample gradients of emb failed",
+        '1 grad_sample_mode="flash_clip" 125.70 MiB fits predicted',
+    ),
+    "poisson_draw": ("1 a physical batch of at most 4 samples: the loader asks for 8, and this Poisson batch drew 13",),
+}
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_first_advice_makes_it_fit(case: Case, tmp_path: Path) -> None:
@@ -146,6 +155,9 @@ def test_the_first_advice_makes_it_fit(case: Case, tmp_path: Path) -> None:
     assert profile_in(out)["status"] == "out_of_memory", failed.stderr[-2000:]
     screen = failed.stderr[failed.stderr.index("OUT OF MEMORY ") :]
     assert all(part in " ".join(screen.split()) for part in case.cause), screen
+    for line in QUOTED.get(case.script, ()):
+        assert line in README
+        assert line in " ".join(screen.split()), screen
     first = json.loads((out / "oom_report.json").read_text())["suggestions"][0]
     assert tuple(action["kind"] for action in first["actions"]) == case.action, screen
     assert all(line in screen for line in first["code"].splitlines()), screen
