@@ -18,7 +18,9 @@ from pathlib import Path
 _PACKAGE = "opacus_memprof"
 # Built against torch. _core is not: it reads profiles.
 _OF_TORCH = re.compile(rf"{_PACKAGE}/(?:_(?:C|clipping|virtual)\..*\.so$|_build_info\.py$|virtual_gpu/lib/)")
-_COMPILED = re.compile(rf"{_PACKAGE}/_core\..*\.so$")  # by the same compiler, but its bytes need not be the same
+# What may differ: _core's bytes, by the same compiler, and setuptools in WHEEL, whose version a torch may bound.
+_COMPILED = re.compile(rf"{_PACKAGE}/_core\..*\.so$")
+_GENERATOR = re.compile(rb"^Generator: .*\n", re.MULTILINE)
 # Libraries that torch has loaded before.
 _OF_OTHERS = ("libtorch*", "libc10*", "libcudart.so.*")
 
@@ -30,6 +32,12 @@ def _name_of_build(build_info: bytes) -> str:
     toolkit = f"cu{str(said['TORCH_CUDA']).partition('.')[0]}" if said["TORCH_CUDA"] else "cpu"
     minor = ".".join(str(said["TORCH_VERSION"]).split(".")[:2])
     return f"torch{minor}-{toolkit}-{str(said['ALLOCATOR_HEADERS'])[:8]}"
+
+
+def _alike(name: str, content: bytes, other: bytes) -> bool:
+    if name.endswith(".dist-info/WHEEL"):
+        content, other = _GENERATOR.sub(b"", content), _GENERATOR.sub(b"", other)
+    return content == other
 
 
 def merge(wheels: list[Path], out: Path) -> Path:
@@ -52,7 +60,7 @@ def merge(wheels: list[Path], out: Path) -> Path:
                     name = f"{_PACKAGE}/builds/{build}/{name.removeprefix(f'{_PACKAGE}/')}"
                     if name in files:
                         raise SystemExit(f"{wheel} is of a torch that another one is of, too: {build}")
-                elif name in files and files[name][1] != content and not _COMPILED.match(name):
+                elif name in files and not _COMPILED.match(name) and not _alike(name, content, files[name][1]):
                     raise SystemExit(f"{name} of {wheel} is not that of {wheels[0]}")
                 files.setdefault(name, (entry, content))
     out.mkdir(parents=True, exist_ok=True)

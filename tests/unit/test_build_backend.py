@@ -175,7 +175,7 @@ def wheel(folder: Path, torch: str, cuda: str | None, **other: str) -> Path:
         "opacus_memprof/_clipping.cpython-311-x86_64-linux-gnu.so": f"_clipping of {torch}",
         "opacus_memprof/_core.cpython-311-x86_64-linux-gnu.so": f"_core beside {torch}",
         "opacus_memprof/virtual_gpu/lib/libcuda.so.1": f"CUDA of {torch}",
-        "opacus_memprof-0.1.0.dist-info/WHEEL": "Tag: cp311-cp311-linux_x86_64",
+        "opacus_memprof-0.1.0.dist-info/WHEEL": f"Generator: that beside {torch}\nTag: cp311-cp311-linux_x86_64\n",
         "opacus_memprof-0.1.0.dist-info/RECORD": "",
         **other,
     }
@@ -214,6 +214,12 @@ def test_wheels_of_several_torches_become_one(tmp_path: Path) -> None:
     [
         ("2.14.1+cu132", "13.2", {}, "is of a torch that another one is of, too: torch2.14-cu13-01234567"),
         ("2.15.0+cu132", "13.2", {"opacus_memprof/__init__.py": "import that"}, r"__init__\.py of .* is not that of"),
+        (
+            "2.15.0+cu132",
+            "13.2",
+            {"opacus_memprof-0.1.0.dist-info/WHEEL": "Tag: other\n"},
+            "WHEEL of .* is not that of",
+        ),
     ],
 )
 def test_wheels_that_cannot_be_one(torch: str, cuda: str, other: dict[str, str], message: str, tmp_path: Path) -> None:
