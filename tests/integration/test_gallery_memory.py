@@ -142,7 +142,7 @@ README = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="
 QUOTED = {
     "dplstm": (
         "381.62 MiB of per sample gradients of emb failed",
-        '1 grad_sample_mode="flash_clip" 125.70 MiB fits predicted',
+        '1 grad_sample_mode="flash_clip" 147.76 MiB fits predicted',
     ),
     "poisson_draw": ("1 a physical batch of at most 4 samples: the loader asks for 8, and this Poisson batch drew 13",),
 }
