@@ -36,4 +36,8 @@ if __name__ == "__main__":
         for words in [vanilla, *wanted]:
             print("$", *words, flush=True)
             environment = {**os.environ, "PATH": str(Path(sys.executable).parent)}
-            subprocess.run(words, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+            ran = subprocess.run(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            printed = ran.stdout.decode()
+            failed = re.search(r"  (failed|killed)  [\d ]+s$", printed, re.MULTILINE)  # a virtual training of a plan
+            if ran.returncode or failed:
+                raise SystemExit(printed)

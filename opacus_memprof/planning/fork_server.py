@@ -369,7 +369,9 @@ class ImportedModules(MetaPathFinder):
         files = {name: _file(sys.modules.get(name)) for name in self._names}
         if self._changed & {os.path.realpath(file) for file in files.values()}:
             return {}
-        return {name: file for name, file in files.items() if file.startswith(_INSTALLED)}
+        # The profiler's own would count as used before the fork, where it is installed beside the packages.
+        others = {name: file for name, file in files.items() if not file.startswith(_PACKAGE)}
+        return {name: file for name, file in others.items() if file.startswith(_INSTALLED)}
 
     def _look(self, modules: Mapping[str, ModuleType]) -> list[Any]:
         """Takes note of what modules hold that were not seen before, and returns the functions and classes in them."""

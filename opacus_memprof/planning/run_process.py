@@ -99,7 +99,7 @@ class ProcessData:
 
     def _write(self) -> None:
         data: dict[str, Any] = {"refused": self.refused}
-        if self._torch_imported:
+        if self._torch_imported and "torch" in sys.modules:  # it is not where its import was refused
             data |= self._of_gpu()
         if self._setup is not None:
             data["poisson"] = self._setup.poisson

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned runs that are forked from a process with torch: they must be what runs in new processes are."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from opacus_memprof.planning import fork_server
 from opacus_memprof.planning.configuration import PlannedConfiguration, PlannedProgram
 from opacus_memprof.planning.virtual_run import LOG, ForkedRuns, VirtualRun, run_environment, run_virtually
 
@@ -48,6 +50,18 @@ def both(configuration: PlannedConfiguration, forked: ForkedRuns, folder: Path) 
 def comparable(run: VirtualRun) -> dict[str, Any]:
     """All that the run says but its time and place."""
     return {name: value for name, value in asdict(run).items() if name not in ("seconds", "directory")}
+
+
+def test_what_a_program_imports_of_the_profiler_is_not_imported_before_the_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is beside torch where it is installed from a wheel, and refuses to record in the fork of what has used it."""
+    monkeypatch.setattr(fork_server, "_INSTALLED", (str(Path(ROOT)) + os.sep,))
+    imports = fork_server.ImportedModules(dict(os.environ), {})
+    for name in ("opacus_memprof.recording.native", "tests.warm_python"):
+        imports.find_spec(name, None)
+        importlib.import_module(name)
+    assert imports.modules() == {"tests.warm_python": str(Path(ROOT, "tests", "warm_python.py"))}
 
 
 @pytest.mark.parametrize(
