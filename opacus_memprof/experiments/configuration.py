@@ -238,6 +238,9 @@ def _check_number(name: str, value: float, *, positive: bool) -> None:
         raise MemprofError(f"{name} is {value!r}: give a number {'above 0' if positive else 'from 0 on'}")
 
 
+SIZES_NOTE = "S: sequence length · B: batch / physical batch · r: LoRA rank"  # of the labels below
+
+
 @dataclass(frozen=True)
 class Cell:
     """One configuration of several that differ only in the sizes `varied`."""

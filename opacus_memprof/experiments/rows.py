@@ -53,6 +53,11 @@ class Row:
         return self.label.replace(" (No DP-SGD)", "").replace(" (DP-SGD)", "")
 
     @property
+    def names_sizes(self) -> bool:
+        """Whether the label is of sizes, which SIZES_NOTE explains."""
+        return " · B " in self.label
+
+    @property
     def mode(self) -> str:
         """The mode of its configuration."""
         return self.result.config.mode

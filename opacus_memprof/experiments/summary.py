@@ -9,7 +9,7 @@ from statistics import median
 
 from rich.cells import cell_len, set_cell_size
 
-from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, Configuration, shape_of
+from opacus_memprof.experiments.configuration import BUILT_IN, LABELS, SIZES_NOTE, Configuration, shape_of
 from opacus_memprof.experiments.rows import MB, OPERATIONS, Row, find_vanilla, growth, overhead, varied_sizes
 from opacus_memprof.language import tr, tr_sentence
 from opacus_memprof.profiles.categories import PRIVATE
@@ -30,7 +30,8 @@ def describe_outcome(row: Row) -> str:
     """Returns one line on the outcome of a run: its status, peak and time."""
     words = [tr(row.outcome)]
     if row.peak:
-        words.append(tr("peak {size} in {phase}", size=format_bytes(row.total_bytes), phase=row.peak.phase))
+        phase = tr_sentence(row.peak.phase.replace("_", " "))
+        words.append(tr("peak {size} in {phase}", size=format_bytes(row.total_bytes), phase=phase))
     if row.step_ms is not None:
         seconds = row.step_ms / 1000
         is_long = seconds >= 0.9995  # would be 1e+03 ms
@@ -80,7 +81,7 @@ def _overview(rows: Sequence[Row]) -> list[str]:
             # A virtual GPU measures no time.
             times = f"{_right(tr('not measured') if row.finished else tr(row.outcome), 22)}{'-':>20}"
         lines.append(f"{row.label:<{wide}}{peak:>20}{times}")
-    return [*lines, "=" * _WIDE]
+    return [*lines, "=" * _WIDE, *([tr_sentence(SIZES_NOTE)] if any(row.names_sizes for row in rows) else [])]
 
 
 def _right(text: str, width: int) -> str:
@@ -259,7 +260,8 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         (tr("Data"), [row.result.data.source if row.result.data else None for row in rows]),
     ):
         known = dict.fromkeys(str(value) for value in values if value is not None)
-        lines.append(f"{title}: {', '.join(known) or tr('unknown')}")
+        separator = "; " if any(", " in value for value in known) else ", "
+        lines.append(f"{title}: {separator.join(known) or tr('unknown')}")
     return [
         *lines,
         tr("{sentences}.", sentences=tr_sentence(MEGABYTE_NOTE)),

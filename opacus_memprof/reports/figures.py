@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure, SubFigure
+    from matplotlib.text import Text
 
 
 CATEGORY_COLORS = {category.name: category.color for category in CATEGORIES} | {
@@ -67,6 +68,7 @@ _DPI = 150
 _LEGEND_ROWS = 24
 _LETTER = 0.13  # inches of a phase's letter
 _LABEL_LENGTH = 28  # characters of a name
+_NAME = "name"  # the group of texts that stay as they are
 # matplotlib knows the file of Noto Sans CJK by its first font, which has Chinese characters as well.
 _CJK_FONTS = (
     "Noto Sans CJK SC",
@@ -145,21 +147,17 @@ def _name_megabytes(figure: "Figure") -> None:
     """Says in the lower right corner how much a MB is, or after the words that are below the axes."""
     note = translated(MEGABYTE_NOTE)
     if below := figure.get_supxlabel():
-        figure.supxlabel(f"{below} ({note})")
+        figure.supxlabel(f"{below} ({note})", fontsize=9)
     else:
         figure.supxlabel(note, x=0.995, ha="right", fontsize=7)
 
 
 def _translate(figure: "Figure") -> None:
-    """Puts titles, legends and marks into the current language.
-
-    Categories, and whatever stands at ticks, are left as they are.
-    """
+    """Puts titles, legends and marks into the current language, except names, and whatever stands at ticks."""
     from matplotlib.text import Text
 
-    categories = {category_label(category) for category in CATEGORY_COLORS}
     for text in figure.findobj(Text):
-        if isinstance(text, Text) and text.get_text() not in categories:
+        if isinstance(text, Text) and text.get_gid() != _NAME:
             text.set_text("\n".join(map(translated, text.get_text().split("\n"))))
 
 
@@ -397,7 +395,7 @@ def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **pl
     shown = [phase for phase in PHASE_COLORS if phase in set(phases)]
     if shown:
         handles = [
-            Patch(color=PHASE_COLORS[phase], label=f"{PHASE_LETTERS[phase]}  {phase.replace('_', ' ')}")
+            Patch(color=PHASE_COLORS[phase], label=f"{PHASE_LETTERS[phase]}  {translated(phase.replace('_', ' '))}")
             for phase in shown
         ]
         owner.legend(handles=handles, ncols=len(PHASE_COLORS), handlelength=1, **place)
@@ -405,6 +403,8 @@ def phase_legend(owner: "Figure | SubFigure | Axes", phases: Iterable[str], **pl
 
 def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
     """Draws one legend of these axes on the right, with each label once, in the order of the stack from its top."""
+    from matplotlib.lines import Line2D
+
     entries: dict[str, Any] = {}
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
@@ -413,12 +413,19 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
         return
     place = {category_label(category): index for index, category in enumerate(CATEGORY_COLORS)}
     labels = sorted(entries, key=lambda label: place.get(label, len(place)), reverse=True)
-    figure.legend(
+    drawn = figure.legend(
         [entries[label] for label in labels],
         labels,
         loc="outside right upper",
         ncols=math.ceil(len(labels) / _LEGEND_ROWS),
     )
+    name_parts(text for text in drawn.get_texts() if not isinstance(entries[text.get_text()], Line2D))
+
+
+def name_parts(texts: "Iterable[Text]") -> None:
+    """Marks texts as names, such as categories, which are the same in every language. Marks and lines have words."""
+    for text in texts:
+        text.set_gid(_NAME)
 
 
 def category_label(category: str) -> str:

@@ -13,10 +13,11 @@ from matplotlib.text import Text
 from msgspec import to_builtins
 
 from opacus_memprof.experiments import summary
-from opacus_memprof.experiments.configuration import Configuration
+from opacus_memprof.experiments.configuration import Cell, Configuration
 from opacus_memprof.experiments.figures import bars, timeline
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.experiments.rows import rows_by_mode as typed_rows_by_mode
+from opacus_memprof.language import in_language
 from opacus_memprof.reports.figures import PHASE_COLORS
 from tests.unit.made_profiles import a_device, a_peak
 from tests.unit.sweep_results import a_row, finished, typed
@@ -114,6 +115,21 @@ def test_the_summary() -> None:
     assert "Wanted beyond that 50.00 MB" in found
     assert "Device: a GPU" in found
     assert found[-1].startswith("Components and stages leave out rounding")  # so they are less than the peak
+
+
+def test_what_abbreviated_labels_mean_is_said_below_the_table() -> None:
+    sizes = [Cell(Configuration(seq_length=length, batch_size=8, lora_rank=4)) for length in (16, 32)]
+    rows = [a_row(cell.name, cell.label, finished(cell.configuration)) for cell in sizes]
+    lines = summary.summary_text(rows).splitlines()
+    assert lines[6].startswith("S 16 · B 8/8 · r 4 ")
+    assert lines[9] == "S: sequence length · B: batch / physical batch · r: LoRA rank"
+    assert not any(line.startswith("S: ") for line in summary.summary_text(FOUR).splitlines())
+
+
+def test_a_phase_is_named_in_the_reader_s_language() -> None:
+    assert summary.describe_outcome(FOUR[0]) == "finished, peak 42.00 MB in backward, 10 ms a step"
+    with in_language("zh"):
+        assert "峰值 42.00 MB（反向传播）" in summary.describe_outcome(FOUR[0])
 
 
 def test_a_change_that_rounds_to_nothing_is_not_told() -> None:
@@ -431,9 +447,12 @@ def test_runs_without_times_are_memory_bars_with_the_reason(figures: list[Any], 
     """On a virtual GPU there are no times."""
     rows = rows_by_mode({"v": VANILLA | {"avg_time_ms": None}, "g": GHOST | {"avg_time_ms": None}})
     bars.performance_tradeoff(rows, tmp_path / "a.png", "light")
-    (axes,) = figures[0].axes
-    assert spans(axes) == {0: [(0, 10), (10, 12), (12, 42)], 1: [(0, 10), (10, 30), (30, 63)]}
-    assert figures[0].get_suptitle() == "Memory without time: a virtual GPU measures no time"
+    bars.peak_comparison(rows, tmp_path / "b.png", "light")
+    assert len(figures) == 2
+    for figure in figures:
+        (axes,) = figure.axes  # and no empty one for the times
+        assert spans(axes) == {0: [(0, 10), (10, 12), (12, 42)], 1: [(0, 10), (10, 30), (30, 63)]}
+        assert figure.get_suptitle() == "Memory without time: a virtual GPU measures no time"
 
 
 def test_runs_that_all_fail_are_memory_bars_with_the_reason(figures: list[Any], tmp_path: Path) -> None:

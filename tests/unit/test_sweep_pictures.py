@@ -125,15 +125,20 @@ def test_pictures_are_translated_if_a_font_has_the_characters(tmp_path: Path, mo
 
     monkeypatch.setattr(Figure, "savefig", keep_texts)
     drawn = {}
+    rows = [a_row("a", CELLS[0].label, finished(CELLS[0].configuration)), ROWS[-2], ROWS[-1]]
+    rows[0].result.phases["noise"] = PhasePeak(2**20, 0, 0, 0, 0, {"noise": 2**20})
     for language, families in (("zh", ["DejaVu Sans", "Noto Sans CJK SC"]), ("zh", ["DejaVu Sans"]), ("en", [])):
         monkeypatch.setattr(reports.figures, "_font_families", lambda families=families: families)
         with in_language(language):
             for name in FIGURES:
-                draw_figure(name, [ROWS[0], ROWS[-2], ROWS[-1]], tmp_path)
+                draw_figure(name, rows, tmp_path)
         drawn[language, len(families)] = set(said)
         said.clear()
     assert drawn["zh", 1] == drawn["en", 0]
-    assert {"峰值时刻的内存，按类别", "每步时间", "序列长度"} <= drawn["zh", 2]
+    assert {"峰值时刻的内存，按类别", "每步时间", "序列长度", "F  前向传播"} <= drawn["zh", 2]
+    assert {"parameters", "activations", "mlp"} <= drawn["zh", 2]  # names
+    assert "加噪" in drawn["zh", 2]  # the title of a panel: a category has the same name
+    assert sum(text.startswith("S：序列长度 · B：批次 / 物理批次 · r：LoRA 秩") for text in drawn["zh", 2]) == 2
     labels = {text.replace("_", " ") for text in REPORTED}
     english = {text for text in drawn["zh", 2] - labels if re.search("[a-z]+ [a-z]+ [a-z]+", text)}
     assert english == set()

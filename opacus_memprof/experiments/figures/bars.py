@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opacus_memprof.experiments.configuration import SIZES_NOTE
 from opacus_memprof.experiments.rows import Row, find_vanilla, overhead
 from opacus_memprof.profiles.categories import stack_order
 from opacus_memprof.profiles.profile import virtual_gpu_of
@@ -45,9 +46,13 @@ def breakdown_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
 
 
 def peak_comparison(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """Draws peak_memory_comparison.png: each run's memory and step time."""
+    """Draws peak_memory_comparison.png: each run's memory and step time, or the reason why no run has a time."""
+    if not any(row.step_ms for row in rows):
+        _memory_alone(rows, path, theme)
+        return
     with saved_figure(path, theme, (13, height(rows))) as figure:
         headline(figure, rows)
+        explain_labels(figure, rows)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         peaks(left, rows, THEMES[theme])
         step_times(right, rows, THEMES[theme])
@@ -61,6 +66,12 @@ def headline(figure: "Figure", rows: Sequence[Row], title: str = "") -> None:
     lines += [f"On a {' and a '.join(names)}"] if names else []
     if lines:
         figure.suptitle("\n".join(lines), fontweight="bold")
+
+
+def explain_labels(figure: "Figure", rows: Sequence[Row]) -> None:
+    """Writes below a figure what the labels of runs abbreviate."""
+    if any(row.names_sizes for row in rows):
+        figure.supxlabel(SIZES_NOTE)
 
 
 def height(rows: Sequence[Row]) -> float:
@@ -171,12 +182,7 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
     palette = THEMES[theme]
     measured = [row for row in rows if row.finished and row.step_ms]
     if not measured:
-        with saved_figure(path, theme, (11, height(rows))) as figure:
-            why = "a virtual GPU measures no time" if any(row.finished for row in rows) else "no run finished"
-            headline(figure, rows, f"Memory without time: {why}")
-            axes = figure.subplots()
-            peaks(axes, rows, palette)
-            legend(figure, axes)
+        _memory_alone(rows, path, theme)
         return
     vanilla = find_vanilla(rows)
     names = [_relative(row, vanilla) for row in measured]
@@ -206,6 +212,17 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
             place: dict[str, Any] = {"loc": "outside lower left", "ncols": 1 if len(missing) <= _MAX_NAMED else 3}
             figure.legend([Line2D([], [])] * len(missing), missing, handlelength=0, labelcolor=color, **place)
         place_labels(axes, times, totals, names, shared=many)  # in the space that the lists leave
+
+
+def _memory_alone(rows: Sequence[Row], path: Path, theme: str) -> None:
+    """Draws bars of memory, with the reason why there are no times."""
+    with saved_figure(path, theme, (11, height(rows))) as figure:
+        why = "a virtual GPU measures no time" if any(row.finished for row in rows) else "no run finished"
+        headline(figure, rows, f"Memory without time: {why}")
+        explain_labels(figure, rows)
+        axes = figure.subplots()
+        peaks(axes, rows, THEMES[theme])
+        legend(figure, axes)
 
 
 def _without_time(row: Row) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opacus_memprof.experiments.configuration import Configuration
-from opacus_memprof.experiments.figures.bars import headline, height, labels, peaks
+from opacus_memprof.experiments.figures.bars import explain_labels, headline, height, labels, peaks
 from opacus_memprof.experiments.rows import OPERATIONS, Line, Row, lines_over, memory_types, size_of, varied_sizes
 from opacus_memprof.profiles.units import format_bytes
 from opacus_memprof.reports.figures import (
@@ -20,6 +20,7 @@ from opacus_memprof.reports.figures import (
     category_color,
     category_label,
     legend,
+    name_parts,
     saved_figure,
     stacked_bars,
 )
@@ -73,11 +74,11 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
     bars, trend = height(rows), _TREND + _LEGEND_LINE * entries
     with saved_figure(path, theme, (13, bars + (trend if varied else 0))) as figure:
         headline(figure, rows)
+        explain_labels(figure, rows)
         parts = figure.subfigures(2, 1, height_ratios=(bars, trend), squeeze=False).flat if varied else [figure]
         upper, *lower = parts
         axes = upper.subplots()
         peaks(axes, rows, THEMES[theme])
-        axes.set_xlabel("S: sequence length · B: batch / physical batch · r: LoRA rank")
         legend(upper, axes)
         for below in lower:
             panels = below.subplots(1, len(varied), sharey=True, squeeze=False)[0]
@@ -228,6 +229,7 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
     upper, lower = height(rows) + 0.5, max(1.3 + 0.3 * len(components), height([largest]))
     with saved_figure(path, theme, (13, upper + lower)) as figure:
         headline(figure, rows)
+        explain_labels(figure, rows)
         top, bottom = figure.subfigures(2, 1, height_ratios=(upper, lower), squeeze=False).flat
         left, right = top.subplots(1, 2, sharey=True)
         names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
@@ -239,7 +241,8 @@ def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
             stacked_bars(axes, names, parts, colors=colors, texts=texts)
             axes.set_title(title)
             if axes.patches:
-                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
+                drawn = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
+                name_parts(drawn.get_texts())
         axes = bottom.subplots()
         stacked_bars(axes, [name for name, _ in components], [sizes for _, sizes in components])
         axes.set_title(f"Components of the largest peak ({largest.short_label}), by category")
@@ -256,6 +259,7 @@ def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
     figure_height = max(height(rows), 0.7 + 0.19 * len(categories)) + 0.4
     with saved_figure(path, theme, (15, figure_height)) as figure:
         headline(figure, rows, "The highest instant within each operation, without rounding, by category")
+        explain_labels(figure, rows)
         panels = figure.subplots(1, max(len(reached), 1), sharex=True, sharey=True, squeeze=False)[0]
         for axes, operation in zip(panels, reached, strict=False):
             texts = [format_bytes(sum(parts.values())) if parts else "not reached" for parts in sizes[operation]]

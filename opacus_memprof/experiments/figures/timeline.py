@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from opacus_memprof.experiments.configuration import SIZES_NOTE
 from opacus_memprof.experiments.figures.bars import headline
 from opacus_memprof.experiments.rows import SET_UP, Row
 from opacus_memprof.profiles.experiment_result import ExperimentResult
@@ -68,7 +69,7 @@ def timelines(rows: Sequence[Row], path: Path, theme: str, axis: TimeAxis = "eve
             axes.set_ylim(0, top)
             byte_axis(axes.yaxis, top)
         for axes in used[-columns:]:
-            axes.set_xlabel(_AXES[axis])
+            axes.set_xlabel(_AXES[axis] + (f"\n{SIZES_NOTE}" if any(row.names_sizes for row in rows) else ""))
         legend(figure, *used)
         phase_legend(figure, phases, loc="outside lower center")
 
