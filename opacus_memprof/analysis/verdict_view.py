@@ -92,10 +92,10 @@ def device_verdict(name: str, device: Device) -> VerdictView:
     lines += _without_proof(device)
     lines += _cost_of_privacy(peak)
     gradients = peak.categories.get("per_sample_gradients", 0)
-    if not device.improvements and peak.phase != PROOF and gradients > _MATERIAL * peak.requested_bytes:
+    if device.improvements is UNSET and peak.phase != PROOF and gradients > _MATERIAL * peak.requested_bytes:
         less = f'up to {format_bytes(gradients)} less with grad_sample_mode="flash_clip"'
         lines.append(("COULD BE", f"{less}, which forms no per-sample gradients"))
-    improvements = device.improvements[:_MOST_FIXES]
+    improvements = (device.improvements or [])[:_MOST_FIXES]
     formatted = column_format(each.predicted_peak_bytes for each in improvements)
     return VerdictView(
         outcome="peak",

@@ -122,7 +122,8 @@ def follow_model(attachment: Attachment, model: nn.Module | AbstractGradSampleHo
     if any(recorded):
         named = list(modules.named_modules(root))
         attachment.apply(
-            "the shapes of forward passes", lambda unit: forward_shapes.watch_model(unit, root, named, scoped)
+            "the shapes of forward passes",
+            lambda unit: forward_shapes.watch_model(unit, modules.user_model(root), named, scoped),
         )
     search_owners()
 

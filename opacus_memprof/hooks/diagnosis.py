@@ -256,7 +256,7 @@ def explain(error: BaseException) -> None:
 def _flash_clip_can_clip() -> bool:
     """Returns whether flash_clip would be another mode, and can clip the model."""
     shapes = observations.layer_shapes()
-    return shapes.mode != "flash_clip" and shapes.flash_clip_refusal() is None
+    return shapes.mode != "flash_clip" and shapes.flash_clip_refusal() is None and not shapes.mixes_samples()
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

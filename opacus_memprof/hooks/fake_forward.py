@@ -9,12 +9,12 @@ import copy
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from opacus_memprof.hooks.shapes import capture_shape
 from opacus_memprof.profiles.layer_shapes import CaptureShape, KeptBlock, WholeForward
 from opacus_memprof.recording.attachment import remove_scoped_forwards
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class TensorShape:
 
     def make(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+    def with_samples(self, samples: int, number: int) -> "TensorShape":
+        """Returns the shape of another number of samples, if the first dimension has `samples`."""
+        is_batch = bool(self.shape) and self.shape[0] == samples
+        return replace(self, shape=torch.Size((number, *self.shape[1:]))) if is_batch else self
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,33 @@ class FakeForward:
             layers: the names of the modules whose parameters are trained.
             captures: whether Opacus captures their inputs.
         """
+        return None if self._call is None else self._repeat(_run, self._call, frozenset(layers), captures)
+
+    def mixes_samples(self, samples: int) -> bool:
+        """Returns whether the pass makes a matrix of samples by samples, as a contrastive loss does.
+
+        It is repeated with two other numbers of samples. What has both of them twice grows with the batch in two
+        dimensions. False if it cannot be repeated.
+        """
+        if self._call is None:
+            return False
+        results = []
+        for number in (samples + 1, samples + 2):
+            leaves = [
+                leaf.with_samples(samples, number) if isinstance(leaf, TensorShape) else leaf
+                for leaf in self._call.leaves
+            ]
+            shapes = self._repeat(_shapes, replace(self._call, leaves=leaves))
+            if shapes is None:
+                return False
+            results.append([{i for i, size in enumerate(shape) if size == number} for shape in shapes])
+        return any(len(one & other) > 1 for one, other in zip(*results, strict=False))
+
+    def _repeat(self, function: Callable[..., T], *args: Any) -> T | None:
+        """Returns the result of a function of the named modules and `args` that repeats the pass; None if it cannot."""
         named = [(name, module) for name, reference in self._named if (module := reference()) is not None]
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self._call is None or len(named) < len(self._named) or not named or distributed:
+        if len(named) < len(self._named) or not named or distributed:
             return None
         state = random.getstate()
         try:
@@ -100,7 +131,7 @@ class FakeForward:
                 _set_device_guard()
             # In a separate thread, because the failed operation has left its dispatch state in this thread.
             with ThreadPoolExecutor(1) as pool:
-                return pool.submit(_run, named, self._call, frozenset(layers), captures).result()
+                return pool.submit(function, named, *args).result()
         except Exception:  # the model's own code may raise anything where values are missing
             return None
         finally:
@@ -126,6 +157,32 @@ def _set_device_guard() -> None:
 
     threading.Thread(target=set_guard, name="opacus_memprof_fake_tensors", daemon=True).start()
     is_set.wait()
+
+
+class _ShapeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the shapes of all results, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes += [tensor.shape for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        return result
+
+
+def _shapes(named: Sequence[tuple[str, nn.Module]], call: Call) -> list[torch.Size]:
+    recorder = _ShapeRecorder()
+    with FakeTensorMode() as fake, torch.no_grad(), ExitStack() as stack:
+        for context in call.autocast:
+            stack.enter_context(context)
+        model, _ = _copy(named, fake)
+        leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.structure)
+        with recorder:
+            model(*args, **(kwargs or {}))
+    return recorder.shapes
 
 
 def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[str], captures: bool) -> WholeForward:

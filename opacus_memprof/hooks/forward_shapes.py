@@ -8,7 +8,7 @@ repeated on fake tensors, for the shapes of modules that it did not reach.
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class WatchedModel:
         largest_trained: elements of the largest batch in training mode.
         largest_evaluated: the same of evaluations that recorded graphs.
         probe_handles: handles of the probes of the running forward pass.
+        samples: the number of samples of the largest batch.
+        has_squares: whether its forward pass has returned a matrix of samples by samples; None before it has ended.
     """
 
     root: "weakref.ref[nn.Module]"
@@ -51,6 +53,16 @@ class WatchedModel:
     largest_trained: int = 0
     largest_evaluated: int = 0
     probe_handles: list[RemovableHandle] = field(default_factory=list)
+    samples: int = 0
+    has_squares: bool | None = None
+
+    def mixes_samples(self) -> bool:
+        """Returns whether the largest forward pass makes a matrix of samples by samples.
+
+        A matrix that only happens to be square is told from it by other batches. Where the output shows nothing, these
+        are tried only if the first forward pass has not ended.
+        """
+        return self.has_squares is not False and self.forward.mixes_samples(self.samples)
 
     def remove_probes(self) -> None:
         while self.probe_handles:
@@ -78,6 +90,7 @@ def watch_model(
     modules = [(name, weakref.ref(module)) for name, module in named if name in shapes.modules and module in probed]
     _watched = WatchedModel(weakref.ref(root), modules, FakeForward(named))
     attachment.on_detach(partial(_unwatch, _watched))
+    shapes.mixes_samples = cache(_watched.mixes_samples)
     shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
 
 
@@ -155,7 +168,7 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         batches.append((native.step()[0], samples))
     model.remove_probes()  # the previous forward pass may have raised
     if elements > model.largest_batch:
-        model.largest_batch = elements
+        model.largest_batch, model.samples = elements, samples
         tensors = native.tensors_in(inputs)
         shapes.input_bytes = sum(tensor.nbytes for tensor in tensors)
         shapes.has_nodes = any(_has_edges(tensor, samples) for tensor in tensors[1:])
@@ -203,10 +216,15 @@ def observe_transforms(root: nn.Module) -> None:
         observations.record("samples_by_hand", 0, samples * size, samples=samples)
 
 
-def remove_probes(root: nn.Module) -> None:
-    """Removes the probes of this model's forward pass, which has ended."""
-    if _watched is not None and _watched.root() is root:
-        _watched.remove_probes()
+def on_output(root: nn.Module, output: Any) -> None:
+    """Removes the probes of this model's forward pass, which has ended; records whether it returns a square matrix."""
+    model = _watched
+    if model is None or model.root() is not root:
+        return
+    if model.probe_handles and model.samples > 1:
+        shapes = (tensor.shape for tensor in native.tensors_in((output,)))
+        model.has_squares = any(shape.count(model.samples) > 1 for shape in shapes)
+    model.remove_probes()
 
 
 class ShapeProbe:

@@ -94,21 +94,42 @@ def _names(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def user_model(root: nn.Module) -> nn.Module:
+    """Returns the model inside of Opacus' wrapper: a program may drop the wrapper and call the model itself."""
+    return root._module if isinstance(root, AbstractGradSampleModule) else root
+
+
 class ModelForwardPreHook:
-    """The outermost module's forward pre-hook: sets the phase and tags the inputs."""
+    """The outermost module's forward pre-hook: sets the phase and tags the inputs.
 
-    __slots__ = ("_first_parameter", "_hooks_lost", "previous_phase")
+    Args:
+        wrapper: the hook of Opacus' wrapper, if this is the hook of the module inside. A program may call that itself:
+            Lightning does, for it has no other model than its own. It does nothing while the wrapper calls the module.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_first_parameter", "_hooks_lost", "_is_running", "_wrapper", "previous_phase")
+
+    def __init__(self, wrapper: "ModelForwardPreHook | None" = None) -> None:
         self.previous_phase = IDLE
+        self._is_running = False
+        self._wrapper = wrapper
         self._hooks_lost = native.gradient_hooks_lost()
         self._first_parameter: tuple[weakref.ref[nn.Module], str] | None = None  # its module, and its name there
+
+    @property
+    def is_called_by_wrapper(self) -> bool:
+        return self._wrapper is not None and self._wrapper._is_running
+
+    def end(self) -> None:
+        """Ends the forward pass."""
+        self._is_running = False
 
     # torch passes no kwargs if the hook was removed during this call.
     @contain("following the beginning of a forward pass")
     def __call__(self, root: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if torch_compile.hooks_suspended():
+        if torch_compile.hooks_suspended() or self.is_called_by_wrapper:
             return
+        self._is_running = True
         if self._parameters_moved(root):
             tag_parameters_and_buffers(root)
         if (lost := native.gradient_hooks_lost()) != self._hooks_lost:
@@ -119,7 +140,7 @@ class ModelForwardPreHook:
         forward_shapes.observe_transforms(root)
         samples, elements = native.tag_inputs((args, kwargs))
         if samples >= 0:
-            forward_shapes.on_batch(root, samples, elements, (args, kwargs or {}), captures_outstanding)
+            forward_shapes.on_batch(user_model(root), samples, elements, (args, kwargs or {}), captures_outstanding)
 
     def _parameters_moved(self, root: nn.Module) -> bool:
         """Returns whether the first parameter's block has changed since the last forward, as after `model.to(...)`.
@@ -156,10 +177,11 @@ class ModelForwardHook:
 
     @contain("following the end of a forward pass")
     def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
-        if torch_compile.hooks_suspended():
+        if torch_compile.hooks_suspended() or self._pre_hook.is_called_by_wrapper:
             return
+        self._pre_hook.end()
         native.settle_all((output,))
-        forward_shapes.remove_probes(root)
+        forward_shapes.on_output(user_model(root), output)
         if not torch.is_grad_enabled():  # no backward pass will end the phase
             native.set_phase(self._pre_hook.previous_phase)
 
@@ -243,9 +265,20 @@ def wrap_forwards(attachment: Attachment, root: nn.Module) -> set[nn.Module]:
     hook = ModelForwardHook(pre_hook)
     torch_compile.follow(attachment, root, (pre_hook, hook))
     if not is_compile_result(root):
-        attachment.on_detach(root.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True).remove)
-        attachment.on_detach(root.register_forward_hook(hook).remove)
+        _hook_calls(attachment, root, pre_hook, hook)
+        inside = user_model(root)
+        # flash_clip repeats the forward of the module inside, and is not asked to clip where a program calls that.
+        if inside is not root and not hasattr(root, "bookkeeping") and not is_compile_result(inside):
+            pre_hook = ModelForwardPreHook(pre_hook)
+            _hook_calls(attachment, inside, pre_hook, ModelForwardHook(pre_hook))
     return scoped
+
+
+def _hook_calls(
+    attachment: Attachment, module: nn.Module, pre_hook: ModelForwardPreHook, hook: "ModelForwardHook"
+) -> None:
+    attachment.on_detach(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True).remove)
+    attachment.on_detach(module.register_forward_hook(hook).remove)
 
 
 def _wrap_forward(attachment: Attachment, module: nn.Module, module_id: int) -> None:

@@ -169,6 +169,7 @@ def after_step() -> None:
     shapes = observations.layer_shapes()
     if shapes.mode:
         shapes.flash_clip_refusal()
+        shapes.mixes_samples()
 
 
 def record_optimizer(optimizer: Optimizer) -> None:

@@ -226,7 +226,8 @@ class Device(JsonObject):
         end_bytes: live bytes at the end.
         reserved_peak: the most reserved bytes of the whole run; None if the allocator does not count them, or if
             an older version has written the profile.
-        improvements: the lowest predicted peak first; empty if no training was followed.
+        improvements: the lowest predicted peak first; empty if no training was followed, absent if its shapes are not
+            known, as of a run that was killed.
     """
 
     peak: Peak
@@ -238,7 +239,7 @@ class Device(JsonObject):
     timeline: Timeline
     end_bytes: int
     reserved_peak: ReservedPeak | None = None
-    improvements: list[Improvement] = []
+    improvements: list[Improvement] | UnsetType = UNSET
 
 
 class GrowthSite(JsonObject):

@@ -2,6 +2,7 @@
 """What a finished run says its peak could be is the peak of the script with that change, on a virtual GPU."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,36 @@ def test_checkpoints_of_the_program_are_known_where_it_runs_out(tmp_path: Path) 
     assert not any("checkpoint" in title for title in suggestions)
     changed, _ = follow(script, suggestions[FLASH_CLIP])
     _expect(suggestions[FLASH_CLIP], changed, tmp_path)
+
+
+def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Path) -> None:
+    script = (SCRIPTS / "dropped_wrapper.py").read_text()
+    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 7 // 10, tmp_path)
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    first = report["suggestions"][0]
+    assert first["title"] == FLASH_CLIP
+    changed, _ = follow(script, first)
+    _expect(first, changed, tmp_path)
+
+
+def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:
+    script = (SCRIPTS / "contrastive.py").read_text()
+    device = _device_of(script, tmp_path)
+    offered = [each["title"] for each in device["improvements"]]
+    report = _oom_report(script, device["peak"]["requested_bytes"] * 7 // 10, tmp_path)
+    offered += [each["title"] for each in report["suggestions"]]
+    assert 'grad_sample_mode="ghost"' in offered
+    assert not any(FLASH_CLIP in title for title in offered)
+    (tmp_path / "refused.py").write_text(
+        re.sub("make_private\\(", f"make_private({FLASH_CLIP},", script).replace("from opacus ", "from opacus_memprof ")
+    )
+    command = [*interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h100", "-o", tmp_path / "refused"]
+    completed = subprocess.run(
+        [*map(str, command), str(tmp_path / "refused.py")], capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+    )
+    assert completed.returncode == 1
+    assert "mixes the 3 samples" in completed.stderr
 
 
 def _oom_report(script: str, memory: int, directory: Path) -> dict[str, Any]:

@@ -208,3 +208,24 @@ def test_a_capture_that_autocast_casts_is_kept_by_opacus_alone() -> None:
     found = forward.run(("0", "1"), captures=True)
     assert found is not None
     assert [(block.module, block.bytes) for block in found.blocks if block.captor == "1"] == [("0", 4 * 16 * 4)]
+
+
+class Contrastive(nn.Module):
+    """Compares all samples of two views with one another, or each with as many classes as the batch has samples."""
+
+    def __init__(self, classes: int = 0) -> None:
+        super().__init__()
+        self.embed, self.classify = nn.Linear(8, 16), nn.Linear(16, classes) if classes else None
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        first, second = self.embed(one), self.embed(other)
+        return first @ second.t() if self.classify is None else self.classify(first * second)
+
+
+@pytest.mark.parametrize(("classes", "mixes"), [(0, True), (5, False)])
+def test_a_matrix_of_samples_by_samples_is_told_from_as_many_classes(classes: int, mixes: bool) -> None:
+    model, inputs = Contrastive(classes), (torch.randn(5, 8), torch.randn(5, 8))
+    assert model(*inputs).shape == (5, 5)
+    forward = FakeForward(list(model.named_modules()))
+    forward.record_inputs((inputs, {}))
+    assert forward.mixes_samples(5) is mixes

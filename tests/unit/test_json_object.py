@@ -38,7 +38,7 @@ def read_content(file: Path) -> Any:
     if "events" in content:
         add_new(content["events"], gaps=[])
     for device in content.get("devices", {}).values():
-        add_new(device, reserved_peak=None, improvements=[])
+        add_new(device, reserved_peak=None)
         add_new(device["peak"], lines={})
     if "holders" in content:
         add_new(content["holders"], unattributed={})

@@ -277,7 +277,7 @@ def mode_change(case: Case, mode: str) -> Change | None:
     # In ghost clipping each backward pass would discard the gradients of earlier ones.
     if mode == "ghost" and case.shapes.accumulated > 1:
         return None
-    if mode == "flash_clip" and case.shapes.flash_clip_refusal() is not None:
+    if mode == "flash_clip" and (case.shapes.flash_clip_refusal() is not None or case.shapes.mixes_samples()):
         return None
     return Change(
         MODE if mode == "flash_clip" else OTHER_MODE,
