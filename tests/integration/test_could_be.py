@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad"])
+@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad", "loss_inside"])
 def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
     first = _improvements(script, tmp_path)[0]
@@ -95,6 +95,17 @@ def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Pat
     assert first["title"] == FLASH_CLIP
     changed, _ = follow(script, first)
     _expect(first, changed, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["layer_without_rule", "loss_inside"])
+def test_flash_clip_takes_what_is_predicted_where_memory_runs_out(name: str, tmp_path: Path) -> None:
+    script = (SCRIPTS / f"{name}.py").read_text()
+    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 7 // 10, tmp_path)
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    (suggestion,) = (each for each in report["suggestions"] if each["title"] == FLASH_CLIP)
+    changed, _ = follow(script, suggestion)
+    _expect(suggestion, changed, tmp_path)
 
 
 def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:

@@ -87,13 +87,16 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     loss = live.get("", 0) if "" not in {layer.name for layer in layers} and whole is None else 0
     present = sum(left_behind.values()) + loss + sum(layer.activations for layer in layers)
     most = max(history.most_activations - sum(before.values()), history.most_outside_forward)
+    if failure.step and failure.phase != "forward" and shapes.batch_size_in(0) == samples:
+        # Later forwards may begin with an output of the step before, which this failure cannot tell.
+        most = max(min(most, history.most_in_first_step), history.most_outside_forward)
     missing = most - present
     if in_first_forward:
         is_cast = any(layer.is_autocast for layer in layers)
         in_float32 = produced * 4 // last.forward.element_bytes + is_cast * produced
-        output, loss = produced, max(loss, in_float32)  # losses compute in float32
+        output, loss = produced, max(saved.loss, loss, in_float32)  # losses compute in float32
     elif whole is not None:
-        loss = max(missing - saved.tail - calls * produced, 0)
+        loss = max(missing - saved.tail - calls * produced, saved.loss)
     elif missing > 0:  # backward releases the loss's activations first
         released = min(missing, produced) if failure.phase == "backward" else 0
         loss += released
@@ -207,7 +210,8 @@ class _Saved:
         largest_squares: the largest block of `before` that can be attention weights.
         captured: those of both that only Opacus' captures keep, while autograd keeps what autocast has cast them to.
         shared: those of `before` that several operations have saved.
-        tail: bytes that have been allocated after the last layer.
+        tail: bytes that have been allocated after the last layer, without those of the loss.
+        loss: those of a softmax after the last layer: the model computes its loss itself.
     """
 
     own: dict[str, int] = field(default_factory=dict)
@@ -217,6 +221,7 @@ class _Saved:
     captured: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     tail: int = 0
+    loss: int = 0
 
 
 def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -> _Saved:
@@ -225,7 +230,8 @@ def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -
     for block in whole.blocks:
         layer, size = block.layer, 0 if block.is_output else int(times * block.bytes)
         if layer is None:
-            saved.tail += size
+            saved.tail += 0 if block.is_softmax else size
+            saved.loss += size if block.is_softmax else 0
             continue
         sizes = saved.own if layer == block.module else saved.before
         sizes[layer] = sizes.get(layer, 0) + size

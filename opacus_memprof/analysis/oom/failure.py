@@ -126,12 +126,14 @@ class History:
         most_activations: the most bytes of activations that were live at once. That is after the peak if an operation's
             temporaries are larger than its saved tensors.
         most_outside_forward: the same outside of forward passes, in which those of two steps can be live.
+        most_in_first_step: the same in the first step, which begins without any.
     """
 
     step_peaks: tuple[RecordedInstant, ...] = ()
     peaks: tuple[RecordedInstant, ...] = ()
     most_activations: int = 0
     most_outside_forward: int = 0
+    most_in_first_step: int = 0
 
 
 def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed_step: int) -> History:
@@ -151,6 +153,7 @@ def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed
         peaks,
         _most_activations(instants),
         _most_activations(each for each in instants if each.phase != "forward"),
+        _most_activations(each for each in instants if each.step == 0),
     )
 
 

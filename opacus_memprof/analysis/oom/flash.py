@@ -304,12 +304,14 @@ class FlashClip:
 
 
 def with_repeated_forward(layer: Layer, layers: Sequence[Layer]) -> Layer:
-    """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it contains other layers.
+    """Returns the layer with the tensors that flash_clip keeps of its repeated forward, if it has no rule for it.
 
-    The inner layers then do not save their inputs, because their weights need no gradients.
+    If it contains other layers, these do not save their inputs, because their weights need no gradients.
     """
     inside = [each for each in layers if each.name.startswith(f"{layer.name}." if layer.name else "")]
     inside = [each for each in inside if each is not layer]
+    if not inside and layer.module.sampled_in == layer.name and layer.module.kind not in REPEATED:
+        return replace(layer, repeated_forward=layer.activations + layer.largest_gradients(on_gpu=False))
     if not inside:
         return layer
     inputs = sum(min(each.forward.input_bytes, each.activations) for each in inside if each.module.rows)
