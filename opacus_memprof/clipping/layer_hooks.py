@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import CallTap, GradientTap, receive_gradient
 from opacus_memprof.clipping.forwards.checkpoints import end_freezing_in_checkpoints, freeze_in_checkpoints
-from opacus_memprof.clipping.forwards.repetition import Call, is_repeating
+from opacus_memprof.clipping.forwards.repetition import Call, Surroundings, is_repeating
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState, expand_over_batch
 from opacus_memprof.clipping.kernels.native import hash_of_shapes, tap_gradient
 from opacus_memprof.clipping.layers import GenericLayer, Layer
@@ -215,7 +215,7 @@ class LayerHooks:
                 layout.inputs,
                 {i: layout.outputs[i] for i in floats},
                 running.random,
-                autocast_state(layer.device()),
+                Surroundings.now(layer.device().type),
                 running.state,
             )
             call.leave_caches_out()
@@ -335,11 +335,6 @@ def _freeze(layer: Layer) -> list[nn.Parameter]:
     for parameter in frozen:
         parameter.requires_grad = False
     return frozen
-
-
-def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
-    """Returns the device type, the autocast dtype, and whether autocast is enabled."""
-    return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 
 def _is_float(x: Any) -> bool:

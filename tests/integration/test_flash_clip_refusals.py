@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
@@ -627,6 +629,91 @@ def test_saved_tensors_hooks_that_change_gradients(begins: int, mixes: bool) -> 
         with refused if mixes and step == begins else contextlib.nullcontext():
             optimizer.step()
         optimizer.zero_grad()
+
+
+class _Mode(TorchDispatchMode):
+    """Counts operations and, if told, mixes the gradients of a batch of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mixes, self.count = False, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        out = func(*args, **(kwargs or {}))
+        return out + self.mixes * out.mean(0) if "backward" in str(func) and out.shape[:1] == (4,) else out
+
+
+@pytest.mark.parametrize("mixes_in", [0, 4, None])
+def test_a_dispatch_mode_around_a_step(mixes_in: int | None) -> None:
+    """Each step under it is explained, because it may change at any time."""
+    torch.manual_seed(0)
+    module, optimizer, _ = make_private(nn.Sequential(*mlp(), nn.Tanh()).double(), vector_data(8), "flash_clip")
+    x, target = vector_data(4).tensors
+    mode = _Mode()
+    for step in range(6):
+        mode.mixes = step == mixes_in
+        with (
+            pytest.raises(MemprofError, match="gradient .* off|^the loss of")
+            if mode.mixes
+            else contextlib.nullcontext()
+        ):
+            with mode:
+                criterion("mean")(module(x), target).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("begins", [0, 4])
+def test_a_dispatch_mode_around_backward_alone(begins: int) -> None:
+    torch.manual_seed(0)
+    module, optimizer, _ = make_private(mlp().double(), vector_data(8), "flash_clip")
+    x, target = vector_data(4).tensors
+    for step in range(begins + 1):
+        loss = criterion("mean")(module(x), target)
+        refused = pytest.raises(MemprofError, match=r"^backward.* under _Mode, which the model's call")
+        with refused if step == begins else contextlib.nullcontext():
+            with _Mode() if step == begins else contextlib.nullcontext():
+                loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_modes_that_change_each_sample_alone() -> None:
+    """The step is explained under the modes of the call, and its sums are formed under none."""
+
+    class Halving(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out / 2 if func in (torch.nn.functional.linear, torch.addmm, torch.matmul) else out
+
+    class HalvingProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out / 2 if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) else out
+
+    torch.manual_seed(0)
+    model = mlp().double()
+    x, target = vector_data(4).tensors
+    for mode in (Halving, HalvingProducts):
+        expected = [torch.zeros_like(p) for p in model.parameters()]
+        for i in range(4):
+            with mode():
+                loss = criterion("mean")(model(x[i : i + 1]), target[i : i + 1])
+            own = torch.autograd.grad(loss, list(model.parameters()))
+            factor = min(1.0, 0.1 / float(torch.cat([g.flatten() for g in own]).norm() + 1e-6))
+            expected = [total + factor * g / 4 for total, g in zip(expected, own, strict=True)]
+        module, optimizer, _ = make_private(
+            copy.deepcopy(model), vector_data(8), "flash_clip", max_grad_norm=0.1, noise_multiplier=0.0
+        )
+        for _ in range(2):
+            with mode():
+                output = module(x)
+            criterion("mean")(output, target).backward()
+            with mode():
+                optimizer.pre_step()
+            torch.testing.assert_close([p.grad for p in optimizer.params], expected)
+            optimizer.zero_grad()
 
 
 def test_a_forward_that_sets_a_parameter_to_other_memory() -> None:

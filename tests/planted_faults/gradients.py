@@ -291,7 +291,7 @@ FAULTS = [
     Fault(
         "repeated_under_no_autocast",
         "forwards/repetition.py",
-        "torch.autocast(device, dtype, enabled, cache_enabled=False)",
+        "torch.autocast(self.device, self.dtype, self.has_autocast, cache_enabled=False)",
         "torch.autocast(device, dtype, False, cache_enabled=False)",
         "A forward under autocast is repeated without.",
         programs("kind_raw_matrix_autocast"),

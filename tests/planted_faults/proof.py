@@ -625,8 +625,8 @@ FAULTS = [
     Fault(
         "explanation_with_other_random_numbers",
         "proof/explanation.py",
-        "                self.random.restored(),\n",
-        "",
+        "            with self.random.restored(), torch",
+        "            with torch",
         "Models with dropout are refused, since their step is explained with another mask.",
         programs("chance_plain_dropout"),
     ),

@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.func import functional_call, vjp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
@@ -78,6 +80,97 @@ def _by_all_names(module: nn.Module, parameters: Gradients) -> Gradients:
 
 
 @dataclass
+class Modes:
+    """Modes that are on in a thread, the innermost one last.
+
+    Attributes:
+        function: the TorchFunctionModes.
+        dispatch: the TorchDispatchModes that the program has defined.
+    """
+
+    function: list[TorchFunctionMode] = field(default_factory=list)
+    dispatch: list[TorchDispatchMode] = field(default_factory=list)
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Returns those of this thread."""
+        function = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        return cls(function, [mode for mode in _get_current_dispatch_mode_stack() if _is_of_program(mode)])
+
+    def key(self) -> tuple[Any, ...]:
+        """Returns the code of the modes that the program has defined: they may change any operation."""
+        dispatch: list[Any] = [type(mode).__torch_dispatch__ for mode in self.dispatch]
+        function: list[Any] = [type(mode).__torch_function__ for mode in self.function if _is_of_program(mode)]
+        return tuple(map(code_of, dispatch + function))
+
+    def names(self) -> str:
+        """Returns the names of these modes."""
+        return " and ".join(type(mode).__name__ for mode in [*self.dispatch, *filter(_is_of_program, self.function)])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Makes these the only modes of the program inside the context, without calling their `__enter__`."""
+        now = Modes.now()
+        if now == self:
+            yield
+            return
+        now._exchange(self)
+        try:
+            yield
+        finally:
+            self._exchange(now)
+
+    def _exchange(self, other: Modes) -> None:
+        for _ in self.function:
+            torch._C._pop_torch_function_stack()
+        for function_mode in other.function:
+            torch._C._push_on_torch_function_stack(function_mode)
+        stack = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+        for mode in reversed(stack):
+            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+        for mode in [*(mode for mode in stack if mode not in self.dispatch), *other.dispatch]:
+            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+
+
+def _is_of_program(mode: object) -> bool:
+    """Returns whether a mode is not PyTorch's own, which looks at operations or is a part of PyTorch's features."""
+    return not type(mode).__module__.startswith(("torch.", "opacus_memprof."))
+
+
+def code_of(function: Any) -> Any:
+    """Returns what functions of the same definition share: a context manager makes its own each time."""
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
+
+
+@dataclass
+class Surroundings:
+    """What a forward runs under, and must run under again when it is repeated.
+
+    Attributes:
+        device: the type of the device of its autocast.
+        dtype: the dtype of autocast.
+        has_autocast: whether autocast was enabled.
+        modes: the modes of PyTorch and the program.
+    """
+
+    device: str
+    dtype: torch.dtype
+    has_autocast: bool
+    modes: Modes
+
+    @classmethod
+    def now(cls, device: str) -> Surroundings:
+        """Returns those of this thread. Autocast is that of a type of device."""
+        return cls(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), Modes.now())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restores them inside the context."""
+        with torch.autocast(self.device, self.dtype, self.has_autocast, cache_enabled=False), self.modes.restored():
+            yield
+
+
+@dataclass
 class Call:
     """One call of a module.
 
@@ -87,7 +180,7 @@ class Call:
         arrangements: the position of the samples in each leaf; None for leaves that all samples share.
         outputs: the position of the samples in the output's leaves, by index; None for leaves that all samples share.
         random: the initial state of the random number generators, if the forward is repeated as a whole.
-        autocast: device type, dtype and whether it was enabled.
+        surroundings: what it runs under.
         state: the initial state of the module, if its forward changes it.
         draws: whether the module draws random numbers in this call.
     """
@@ -98,7 +191,7 @@ class Call:
     arrangements: list[Arrangement | None]
     outputs: dict[int, Arrangement | None]
     random: RandomState | None
-    autocast: tuple[str, torch.dtype, bool]
+    surroundings: Surroundings
     state: ModuleState | None = None
     draws: bool = False
 
@@ -122,13 +215,7 @@ class Call:
     def run(self, module: nn.Module, parameters: Gradients, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Runs the module and returns the output's leaves that are listed in `outputs`."""
         args, kwargs = tree_unflatten(list(leaves), self.structure)
-        device, dtype, enabled = self.autocast
-        with (
-            self._in_its_state(module),
-            repeating(),
-            without_checkpoints(),
-            torch.autocast(device, dtype, enabled, cache_enabled=False),
-        ):
+        with self._in_its_state(module), repeating(), without_checkpoints(), self.surroundings.restored():
             values = _by_all_names(module, parameters)
             output = functional_call(_WithoutHooks(module), values, args, kwargs, tie_weights=False)
         found = tree_flatten(output)[0]

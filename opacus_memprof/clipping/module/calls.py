@@ -15,6 +15,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, 
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackward, run_two_passes
+from opacus_memprof.clipping.forwards.repetition import Modes
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
@@ -116,10 +117,33 @@ class ExplainedSteps:
         self._records[self.hooks.forward] = call.record
         return output, list(zip(aliases, arrangements, strict=True))
 
-    def begin_backward(self, forward: int, record: RecordedForward | None, place: int, gradient: torch.Tensor) -> None:
-        """Called when a backward reaches one of the outputs of a forward."""
+    def begin_backward(
+        self,
+        forward: int,
+        modes: tuple[Any, ...] | None,
+        record: RecordedForward | None,
+        place: int,
+        gradient: torch.Tensor,
+    ) -> None:
+        """Called when a backward reaches one of the outputs of a forward.
+
+        Args:
+            forward: the number of the forward.
+            modes: the modes that it ran under, see `Modes.key`; None if nothing is checked.
+            record: its record, if its step will be explained.
+            place: the index of the output.
+            gradient: the gradient of the output.
+
+        Raises:
+            MemprofError: backward runs under a mode of the program that the forward did not run under.
+        """
         if is_backward_of_inputs():
             return
+        if modes is not None and not set(Modes.now().key()) <= set(modes):
+            raise MemprofError(
+                f"backward() runs under {Modes.now().names()}, which the model's call did not run under and which may "
+                "mix the gradients of samples: enter it before the call, so that the step is checked with it."
+            )
         self.bookkeeping.begin_backward(forward)
         if record is not None and forward in self._records:
             record.add(place, gradient)

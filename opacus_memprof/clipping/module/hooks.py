@@ -24,7 +24,7 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
-from opacus_memprof.clipping.forwards.repetition import is_repeating
+from opacus_memprof.clipping.forwards.repetition import Modes, is_repeating
 from opacus_memprof.clipping.forwards.state import Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
@@ -500,8 +500,9 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         elif outputs and self._parts.is_due():  # with aliases, gradients are those of the loss alone
             output, aliases = alias_leaves(output, [x for x, _ in outputs])
             outputs = [(x, where) for x, (_, where) in zip(aliases, outputs, strict=True)]
+        modes = None if self.situations.check == "off" else Modes.now().key()
         for place, (x, _) in enumerate(outputs):
-            begin = functools.partial(self._explained.begin_backward, hooks.forward, record, place)
+            begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, record, place)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         if call.entry is not self.registry.model and call.situation is not None and self._proofs.joint is None:
             self._parts.add(outputs, hooks.batch)
@@ -509,7 +510,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for x in alias_cached_tensors(output) if repeated else ():
             x.register_hook(functools.partial(self._refuse_cache, repeated[0]))  # type: ignore[no-untyped-call]
         for x, _ in others:
-            begin = functools.partial(self._explained.begin_backward, hooks.forward, None, 0)
+            begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         mode = self._parts.follow(call, outputs, hooks.forward) if call.random is not None else None
         if mode is not None:

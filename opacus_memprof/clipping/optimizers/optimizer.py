@@ -23,6 +23,7 @@ from opacus_memprof.clipping.arguments import (
 )
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import Limit, SumCheck, refuse_capture
+from opacus_memprof.clipping.forwards.repetition import Modes
 from opacus_memprof.clipping.kernels import sums
 from opacus_memprof.clipping.module.hooks import FlashClipHooks
 from opacus_memprof.clipping.sampling import AnnouncedParts, DrawnBatches, unexpected_size
@@ -306,8 +307,9 @@ class DPOptimizerFlashClip(ClippingSettings, DPOptimizer):  # type: ignore[misc]
         refuse_capture()
         self._params_of_step = self.params
         try:
-            self._module.begin_step()
-            return self._pre_step()
+            with Modes().restored():  # the program's may change any operation, those on sums and noise, too
+                self._module.begin_step()
+                return self._pre_step()
         finally:
             self._params_of_step = None
 

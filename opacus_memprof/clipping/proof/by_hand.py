@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from opacus_memprof.clipping.forwards.repetition import Surroundings
 from opacus_memprof.clipping.forwards.state import GivenRows, RandomState
 from opacus_memprof.clipping.kernels.norm_bounds import uses_tf32
 from opacus_memprof.clipping.proof.recorder import Sum
@@ -41,11 +42,7 @@ class ForwardByHand:
         self.args, self.kwargs = tree_map(_copied, (args, kwargs))
         devices = {each.device for each in [*model.parameters(), *_tensors((args, kwargs))]}
         self.random_state = RandomState.now(*devices)
-        self._device_type = next((each.type for each in devices if each.type != "cpu"), "cpu")
-        self._autocast = (
-            torch.is_autocast_enabled(self._device_type),
-            torch.get_autocast_dtype(self._device_type),
-        )
+        self._surroundings = Surroundings.now(next((each.type for each in devices if each.type != "cpu"), "cpu"))
         self._buffers = [buffer.clone() for buffer in model.buffers()]
         self.draws_random_numbers = False
         self.cotangents: dict[int, torch.Tensor] = {}
@@ -73,7 +70,7 @@ class ForwardByHand:
     def is_low_precision(self) -> bool:
         """Whether the model, or a part of it, computed in float16 or bfloat16."""
         low = (torch.float16, torch.bfloat16)
-        in_autocast = self._autocast[0] and self._autocast[1] in low
+        in_autocast = self._surroundings.has_autocast and self._surroundings.dtype in low
         tensors = [*self.cotangents.values(), *self.model.parameters()]
         return in_autocast or any(each.dtype in low for each in tensors)
 
@@ -202,10 +199,9 @@ class ForwardByHand:
         """Returns the outputs of the model on these samples, with the recorded state of all generators and buffers."""
         args, kwargs = tree_map(lambda x: self._rows_of(x, rows), (self.args, self.kwargs))
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        enabled, dtype = self._autocast
         with self.random_state.restored(), contextlib.ExitStack() as stack:
             stack.callback(_copy_into, list(self.model.buffers()), buffers)
-            stack.enter_context(torch.autocast(self._device_type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(self._surroundings.restored())
             _copy_into(list(self.model.buffers()), self._buffers)
             return _tensors(self.model(*args, **kwargs))
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
+from opacus_memprof.clipping.forwards.repetition import Modes, Surroundings
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
 from opacus_memprof.clipping.proof.batches import ALIAS, as_output, has_samples
@@ -52,7 +53,7 @@ class RecordedForward:
         batch: the number of samples.
         random: the initial state of the random number generators.
         state: the initial state of the module.
-        autocast: device type, dtype and whether autocast was enabled.
+        surroundings: what it runs under.
         versions: how often the trained parameters had been written to.
         hooks: the name of the function by which the program's saved-tensor hooks give backward a tensor, if there are.
         arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
@@ -60,6 +61,7 @@ class RecordedForward:
         draws: whether the forward has drawn random numbers.
         computed_in: the coarsest dtype in which the module computes; None if that is not known.
         reductions: of the loss over the samples, as far as they are known.
+        modes_of_backward: the modes that backward has run under.
         proof: the record of its situation, and the number of the forward in it.
     """
 
@@ -69,7 +71,7 @@ class RecordedForward:
     batch: int
     random: RandomState
     state: ModuleState
-    autocast: tuple[str, torch.dtype, bool]
+    surroundings: Surroundings
     versions: dict[nn.Parameter, int]
     hooks: str | None
     arrangements: list[Arrangement | None] = field(default_factory=list)
@@ -77,6 +79,7 @@ class RecordedForward:
     draws: bool = False
     computed_in: torch.dtype | None = None
     reductions: set[str] = field(default_factory=set)
+    modes_of_backward: Modes = field(default_factory=Modes)
     proof: tuple[SituationRecord, int] | None = None
 
     @classmethod
@@ -86,10 +89,9 @@ class RecordedForward:
         """Records the initial state of a forward."""
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
-        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         versions, hooks = _versions(module), saved_tensors_hooks()
         name = None if hooks is None else getattr(hooks[1], "__qualname__", type(hooks[1]).__qualname__)
-        return cls(module, args, kwargs, batch, random, ModuleState(module), autocast, versions, name)
+        return cls(module, args, kwargs, batch, random, ModuleState(module), Surroundings.now(device), versions, name)
 
     def release(self) -> None:
         """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
@@ -104,6 +106,7 @@ class RecordedForward:
         """Adds the gradient of one of the output's tensors."""
         if self.batch > 1 and not self.gradients:
             self.reductions = reductions_of_loss()
+        self.modes_of_backward = Modes.now()
         gradient = gradient.detach()
         self.gradients[place] = self.gradients[place] + gradient if place in self.gradients else gradient.clone()
 
@@ -127,15 +130,10 @@ class RecordedForward:
         args, kwargs = tree_unflatten(
             [leaf if is_whole or not has_samples(leaf, self.batch) else leaf[n] for leaf in leaves], structure
         )
-        device, dtype, enabled = self.autocast
         now = ModuleState(self.module)
         self.state.restore()
         try:
-            with (
-                self.random.restored(),
-                torch.enable_grad(),
-                torch.autocast(device, dtype, enabled, cache_enabled=False),
-            ):
+            with self.random.restored(), torch.enable_grad(), self.surroundings.restored():
                 leaves = tree_flatten(self.module(*args, **kwargs))[0]
                 tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         finally:
@@ -144,7 +142,8 @@ class RecordedForward:
         for place, gradient in self.gradients.items():
             outputs.append(tensors[place])
             given.append(self._gradient(gradient, self.arrangements[place], n, tensors[place], weights))
-        add_gradients(outputs, given, total)
+        with self.modes_of_backward.restored():
+            add_gradients(outputs, given, total)
 
     def _gradient(
         self, gradient: torch.Tensor, where: Arrangement | None, n: slice, output: torch.Tensor, weights: torch.Tensor
@@ -293,7 +292,7 @@ def check_explained(
         return total
 
     dtypes = [g.dtype for forward in recorded for g in forward.gradients.values()]
-    dtypes += [forward.autocast[1] for forward in recorded if forward.autocast[2]]
+    dtypes += [each.dtype for each in (forward.surroundings for forward in recorded) if each.has_autocast]
     dtypes += [forward.computed_in for forward in recorded if forward.computed_in is not None]
     low = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from opacus_memprof.clipping.forwards.repetition import Modes, code_of
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.proof.batches import is_plain_call
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
@@ -245,9 +246,9 @@ def size_class(batch: int) -> int:
 
 
 def context_key(devices: Iterable[str]) -> tuple[Any, ...]:
-    """Returns the state of autocast, and the code of the program's saved-tensor hooks, which may change gradients."""
+    """Returns the state of autocast, and the code of the program's modes and saved-tensor hooks."""
     hooks = saved_tensors_hooks()
-    codes = () if hooks is None else tuple(_code_of(hook) for hook in hooks)
+    codes = (*Modes.now().key(), *(() if hooks is None else map(code_of, hooks)))
     if not torch._C._is_any_autocast_enabled():
         return codes
     return *codes, *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
@@ -261,11 +262,6 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
 
 def _is_of_checkpoint(hooks: tuple[Any, Any]) -> bool:
     return getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
-
-
-def _code_of(function: Any) -> Any:
-    """Returns what functions of the same definition share: a context manager makes its own each time."""
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:

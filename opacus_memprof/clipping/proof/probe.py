@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, close
+from opacus_memprof.clipping.forwards.repetition import WAYS, Call, Repetition, Surroundings, close
 from opacus_memprof.clipping.forwards.state import CANDIDATES, Arrangement, restoring_state
-from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, autocast_state
+from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry, refuse_repetition
 from opacus_memprof.clipping.proof.batches import HIGHEST, LOWEST, MIDDLE, FixedDraws
@@ -356,7 +356,7 @@ class Probe(SampleForwards):
             layout.inputs,
             {i: where for i, where in layout.outputs.items() if i < len(outputs)},
             each.random,
-            autocast_state(each.layer.device()),
+            Surroundings.now(each.layer.device().type),
         )
         call.leave_caches_out()
         call.draws, call.state = each.draws, each.state
