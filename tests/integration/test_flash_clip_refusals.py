@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -654,7 +655,7 @@ def test_a_dispatch_mode_around_a_step(mixes_in: int | None) -> None:
     for step in range(6):
         mode.mixes = step == mixes_in
         with (
-            pytest.raises(MemprofError, match="gradient .* off|^the loss of")
+            pytest.raises(MemprofError, match=r"gradient .* off|^the loss of")
             if mode.mixes
             else contextlib.nullcontext()
         ):
@@ -744,6 +745,31 @@ def test_an_output_that_compares_all_samples_is_named(has_scale: bool) -> None:
 
     with pytest.raises(MemprofError, match=r"an output of the model of shape \(3, 3\) mixes the 3 samples"):
         GradSampleModuleFlashClip(Compared())(torch.randn(6, 9), torch.randn(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("begins_with", "advice"),
+    [
+        (None, "What the program itself sets anew before each call, set in the model's forward"),
+        (
+            torch.zeros(6, 4),
+            r"attribute inner\.hidden has a tensor with the size of this batch: make it in the model's",
+        ),
+    ],
+)
+def test_a_hidden_state_that_the_program_resets(begins_with: torch.Tensor | None, advice: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.hidden = nn.GRUCell(9, 4), begins_with
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.hidden = self.cell(x, self.hidden)
+            return self.hidden
+
+    module = GradSampleModuleFlashClip(nn.Sequential(OrderedDict(inner=Recurrent())))
+    with pytest.raises(MemprofError, match=advice):
+        module(torch.randn(6, 9))
 
 
 def test_norms_of_the_step_before_cannot_weigh_losses() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import TwoPassBackward, run_two_passes
 from opacus_memprof.clipping.forwards.repetition import Modes
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, ModuleState, RandomState
+from opacus_memprof.clipping.forwards.state import INTERNAL, PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.proof.batches import alias_leaves, leaves_of_call, tensors_in
@@ -313,8 +313,23 @@ def without_samples(call: Call, batch: int) -> str:
         "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
         "model ran on its whole input, but not on some samples of it "
         f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-        "it." + _advice_for_shapes(call.args, call.kwargs, batch)
+        "it." + _advice_for_shapes(call.args, call.kwargs, batch) + _advice_for_attributes(call.entry, batch)
     )
+
+
+def _advice_for_attributes(module: nn.Module, batch: int) -> str:
+    """Returns what to do with a tensor that the program has put into the module, as a hidden state for each batch."""
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            shapes = (
+                [x.shape for x in tree_leaves(value) if isinstance(x, torch.Tensor)] if name not in INTERNAL else []
+            )
+            if any(batch in shape[:2] for shape in shapes):
+                return (
+                    f" The attribute {'.'.join(filter(None, (path, name)))} has a tensor with the size of this batch: "
+                    "make it in the model's forward, or pass it as an argument."
+                )
+    return ""
 
 
 def _advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:

@@ -200,8 +200,8 @@ class Prover(ProgramRuns):
                 )
             raise MixingError(
                 "the model keeps data of a batch in an attribute or a buffer, and its next forward reads it, so that "
-                "a sample influences later steps without being clipped. Pass what is carried on as an argument, "
-                "or freeze the statistics."
+                "a sample influences later steps without being clipped. Pass what is carried on as an argument, or "
+                "freeze the statistics. What the program itself sets anew before each call, set in the model's forward."
             )
 
     def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, Run]) -> list[Doubt]:
