@@ -140,10 +140,11 @@ class ExplainedSteps:
         if is_backward_of_inputs():
             return
         if modes is not None and not set(Modes.now().key()) <= set(modes):
-            raise MemprofError(
+            error = MemprofError(
                 f"backward() runs under {Modes.now().names()}, which the model's call did not run under and which may "
                 "mix the gradients of samples: enter it before the call, so that the step is checked with it."
             )
+            self.bookkeeping.refusal.add(error)
         self.bookkeeping.begin_backward(forward)
         if record is not None and forward in self._records:
             record.add(place, gradient)
