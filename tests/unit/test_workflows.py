@@ -57,3 +57,15 @@ def test_wheels_have_every_supported_torch_with_cuda_and_without() -> None:
 
 def test_every_supported_torch_is_tried_each_night() -> None:
     assert WORKFLOWS["nightly"]["jobs"]["torch"]["strategy"]["matrix"]["minor"] == list(TORCH_MINORS)
+
+
+# The first majors of these actions for Node 24: GitHub's runners have no older one since September 2026.
+NODE_24 = {"cache": 5, "checkout": 5, "deploy-pages": 5, "download-artifact": 7, "setup-python": 6}
+NODE_24 |= {"upload-artifact": 6, "upload-pages-artifact": 5}
+
+
+@pytest.mark.parametrize("file", [*WORKFLOWS, "action.yml", "examples/ci/memory.yml"])
+def test_actions_run_on_a_node_that_runners_have(file: str) -> None:
+    text = (ROOT / (f".github/workflows/{file}.yml" if file in WORKFLOWS else file)).read_text()
+    for action, major in re.findall(r"uses: actions/([\w-]+)@v(\d+)", text):
+        assert int(major) >= NODE_24[action], action
