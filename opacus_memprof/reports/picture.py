@@ -72,9 +72,9 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
         timeline = figure.add_subplot(grid[0, :])
         shown, note = _without_first_proof(view.device)
         timeline.set_title(f"Requested memory of {view.title}, event by event{note}")
-        rows = _visible_timeline(shown, gaps)
-        _draw_timeline(timeline, view.device, rows, gaps, THEMES[theme])
-        _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), rows)
+        _draw_timeline(timeline, view.device, _visible_timeline(shown, gaps, _COLUMNS), gaps, THEMES[theme])
+        # Of all rows: the highest of several is never in the phases that take little memory, such as noise.
+        _draw_phases(figure.add_subplot(grid[1, :], sharex=timeline), _visible_timeline(shown, gaps, len(shown.bytes)))
         places: list[tuple[Any, str, Sequence[Part]]] = [
             (grid[2:, 0], "At the peak, by category", view.categories),
             (grid[2, 1], "At the peak, by module", modules),
@@ -108,9 +108,9 @@ def _without_first_proof(device: Device) -> tuple[Timeline, str]:
     return Timeline(**columns, categories=categories), f", from flash_clip's proof (up to {highest}) on"
 
 
-def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap]) -> Timeline:
-    """Thins the timeline to _COLUMNS rows, and repeats the last one at its end."""
-    rows = timeline.thinned(max(-(-len(timeline.bytes) // _COLUMNS), 1))
+def _visible_timeline(timeline: Timeline, gaps: Sequence[EventGap], most: int) -> Timeline:
+    """Thins the timeline to `most` rows, and repeats the last one at its end."""
+    rows = timeline.thinned(max(-(-len(timeline.bytes) // max(most, 1)), 1))
     columns = {name: [*column, *column[-1:]] for name, column in rows.items() if name != "categories"}
     columns["event"] = [_place_event(event, gaps) for event in columns["event"]]
     columns["event"][-1:] = [event + 1 for event in columns["event"][-1:]]

@@ -199,6 +199,18 @@ def test_a_profile_that_lacks_fields_is_refused(directory: Path, keys: tuple[str
         assert f"is not the profiler's, because it lacks {'.'.join(keys)}: profile again" in str(error)
 
 
+def test_phases_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than the picture has dots, and what is highest is never in the second phase."""
+    strips: list[set[str]] = []
+    monkeypatch.setattr(picture, "phase_strip", lambda axes, events, phases, *rest: strips.append(set(phases)))
+    file = EventFile()
+    for _ in range(800):
+        file.add("alloc", 64, 1000, "gradients", phase="backward").add("free", 64, 1000, "gradients", phase="noise")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    write_pictures(view_profile(profile), tmp_path / "a.png")
+    assert strips == [{"backward", "noise"}] * 2
+
+
 def test_a_failure_at_the_peak_leaves_both_labels_readable(tmp_path: Path) -> None:
     file = EventFile()
     for number in range(9):
@@ -207,7 +219,7 @@ def test_a_failure_at_the_peak_leaves_both_labels_readable(tmp_path: Path) -> No
     device = build_profile(file.write(tmp_path), status="failed", exit_code=1)["devices"]["cuda:0"]
     figure = Figure(figsize=(13, 4))
     axes = figure.subplots()
-    picture._draw_timeline(axes, device, picture._visible_timeline(device["timeline"], ()), (), THEMES["light"])
+    picture._draw_timeline(axes, device, picture._visible_timeline(device["timeline"], (), 1000), (), THEMES["light"])
     figure.draw_without_rendering()
     texts = [text for text in axes.texts if text.get_text().startswith(("peak: ", "out of memory: "))]
     (peak, failure), within = [text.get_window_extent() for text in texts], axes.get_window_extent()
