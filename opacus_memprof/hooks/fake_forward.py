@@ -256,6 +256,8 @@ def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple
 
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+_BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)  # as of queries and keys
+_PRODUCTS = (*_BATCHED_PRODUCTS, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @dataclass
@@ -265,6 +267,7 @@ class _Storage:
     Attributes:
         calls_before: the number of calls of layers that had begun.
         checkpoint: the number of the activation checkpoint in which it was allocated; None outside of them.
+        is_attention: see KeptBlock.
         is_recomputed: whether backward keeps it once the checkpoint's function has run again.
         first_save: how many tensors had been saved when it first was; 0 if it was not.
     """
@@ -280,6 +283,7 @@ class _Storage:
     saves: int = 0
     first_save: int = 0
     captor: str | None = None
+    is_attention: bool = False
 
     @property
     def bytes(self) -> int:
@@ -308,7 +312,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._streams: set[int] = set()  # inputs of modules, and sums with them, by address
         self._sums: dict[str, int] = {}  # bytes by the module that adds
         self._added: set[str] = set()
-        self._live = self._peak = self._saves = 0
+        self._products: set[int] = set()  # batched ones and what was computed from them elementwise, by address
+        self._live = self._peak = self._product_peak = self._saves = 0
         self._forwards: dict[str, CaptureShape] = {}
         self._checkpoints = 0
         self._checkpoint: int | None = None  # the one that runs
@@ -319,17 +324,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _SUMS and isinstance(args[1], Tensor):
             self._add_up(result, *args[:2])
+        sizes = {each.numel() for each in args if isinstance(each, Tensor) and id_of(each) in self._products}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := id_of(tensor)) not in self._excluded:
+                is_product = func in _BATCHED_PRODUCTS or tensor.numel() in sizes
+                if is_product:
+                    self._products.add(key)
                 if key not in self._storages:
                     is_softmax = "softmax" in func.__name__
                     storage = tensor.untyped_storage()
                     self._storages[key] = _Storage(
                         storage, self._path[-1], len(self._called), is_softmax, self._checkpoint
                     )
+                    self._storages[key].is_attention = is_softmax and is_product
                 found = self._storages[key]
                 self._change(found, tensors=found.tensors + 1)
                 weakref.finalize(tensor, self._free, found)
+        if func in _PRODUCTS:
+            self._product_peak = max(self._product_peak, self._live)
         return result
 
     def _add_up(self, result: Tensor, *parts: Tensor) -> None:
@@ -422,6 +434,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 None if found.is_saved else found.captor,
                 found.is_softmax,
                 found.first_save,
+                found.is_attention,
             )
             for key, found in self._storages.items()
             if found.is_kept or key in outputs
@@ -432,9 +445,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 layer = layer_of(found)
                 inside = [name for name, number in self._inside.items() if number == found.checkpoint]
                 layer = layer if layer in inside else inside[-1] if inside else None
-                recomputed.append(
-                    KeptBlock(found.bytes, found.module, layer, False, False, None, found.is_softmax, found.first_save)
-                )
+                kinds = (found.is_softmax, found.first_save, found.is_attention)
+                recomputed.append(KeptBlock(found.bytes, found.module, layer, False, False, None, *kinds))
         return WholeForward(
             self._forwards,
             tuple(blocks),
@@ -444,6 +456,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frozenset(self._added),
             tuple(recomputed),
             self._inside,
+            self._product_peak,
         )
 
 

@@ -8,6 +8,8 @@ same objects, which programs import, inspect, pickle, script and dispatch on.
 """
 
 import functools
+import gc
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.data import ConcatDataset, Subset
 
-from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED
+from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED, find
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.recording import native
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, contain
@@ -129,3 +132,25 @@ def _clear_dynamo_rules() -> None:
     """Clears torch.compile's table of built-in functions, which it builds at its first use, by identity."""
     if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
         rules.clear_lru_cache()
+
+
+@contain("looking at the samplers of batches")
+def observe_samplers(shapes: TrainingShapes) -> None:
+    """Records how many samples later batches can have. Searches the heap, which takes a tenth of a second."""
+    splitter = find("opacus.utils.batch_memory_manager", "BatchSplittingSampler")
+    drawing = find("opacus.utils.uniform_sampler", "UniformWithReplacementSampler")
+    if drawing is None:
+        return
+    live = gc.get_objects()
+    bounds = [
+        max((each.max_batch_size for each in live if type(each) is splitter), default=None),
+        max((_likely_most(each) for each in live if type(each) is drawing), default=None),
+    ]
+    shapes.most_samples = min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _likely_most(sampler: Any) -> int:
+    """Returns the number of samples that fewer than one of 700 Poisson batches exceed: three standard deviations."""
+    expected = sampler.num_samples * sampler.sample_rate
+    deviation = math.sqrt(expected * max(1 - sampler.sample_rate, 0))
+    return int(min(math.ceil(expected + 3 * deviation), sampler.num_samples))

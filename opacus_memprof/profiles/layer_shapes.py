@@ -117,6 +117,7 @@ class KeptBlock:
             None if something else keeps it.
         is_softmax: whether a softmax has allocated it.
         first_save: the place of the operation that has saved it first, in the order of the pass; 0 if none has.
+        is_attention: whether it is a softmax of products, as of queries and keys: graph attention makes sums instead.
     """
 
     bytes: int
@@ -127,6 +128,7 @@ class KeptBlock:
     captor: str | None
     is_softmax: bool
     first_save: int = 0
+    is_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class WholeForward:
         added: the layers whose output is added to a residual stream, so that its gradient is that of the stream.
         recomputed: what the functions of activation checkpoints keep when backward runs them again, one at a time.
         checkpoints: the number of its checkpoint, by layer inside of one, in the order of calls.
+        product_peak: the peak while a matrix product runs.
     """
 
     forwards: dict[str, CaptureShape]
@@ -152,6 +155,7 @@ class WholeForward:
     added: frozenset[str]
     recomputed: tuple[KeptBlock, ...] = ()
     checkpoints: Mapping[str, int] = field(default_factory=dict)
+    product_peak: int = 0
 
     @property
     def kept(self) -> dict[str, int]:
@@ -256,6 +260,8 @@ class TrainingShapes:
         released: the most forward passes whose captures a backward has released together.
         engine_call: the method of the PrivacyEngine that the program has called last.
         draws_poisson: whether its batches are drawn by Poisson sampling, as by default.
+        most_samples: the most samples that a later batch is likely to have, or BatchMemoryManager's largest; None if
+            that is not known. Asked for when memory has run out.
         has_nodes: whether the rows of the model's first input are nodes of a graph, whose edges are another input.
         multiprocessors: of the GPU; 0 without one.
         workspace: bytes of cuBLAS' workspace for one thread.
@@ -290,6 +296,7 @@ class TrainingShapes:
     released: int = 1
     engine_call: str = "make_private"
     draws_poisson: bool = True
+    most_samples: int | None = None
     has_nodes: bool = False
     multiprocessors: int = 0
     workspace: int = 32 * 2**20

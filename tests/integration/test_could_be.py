@@ -71,6 +71,7 @@ def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Pat
     report = _oom_report(script, actual * 7 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     assert report["batch"]["unit"] == "node"
+    assert not any("fused attention" in each["title"] for each in report["suggestions"])  # its scores are sums
     (smaller,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "batch_size")
     assert smaller["title"].startswith("a subgraph of ")
 
@@ -106,6 +107,16 @@ def test_flash_clip_takes_what_is_predicted_where_memory_runs_out(name: str, tmp
     (suggestion,) = (each for each in report["suggestions"] if each["title"] == FLASH_CLIP)
     changed, _ = follow(script, suggestion)
     _expect(suggestion, changed, tmp_path)
+
+
+def test_advice_holds_for_larger_batches_that_are_drawn_later(tmp_path: Path) -> None:
+    script = (SCRIPTS.parent / "scripts" / "poisson_draw.py").read_text().replace("manual_seed(3)", "manual_seed(1)")
+    report = _oom_report(script, 700 << 20, tmp_path)
+    (adopting,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "adopt_grad_samples")
+    changed, _ = follow(script, adopting)
+    actual = _device_of(changed, tmp_path)["peak"]["requested_bytes"]
+    assert report["batch"]["samples"] < 14
+    assert (1 - MOST_BELOW) * actual <= adopting["predicted_peak_bytes"] <= 1.2 * actual
 
 
 def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:

@@ -229,3 +229,29 @@ def test_a_matrix_of_samples_by_samples_is_told_from_as_many_classes(classes: in
     forward = FakeForward(list(model.named_modules()))
     forward.record_inputs((inputs, {}))
     assert forward.mixes_samples(5) is mixes
+
+
+class Scored(nn.Module):
+    """Weighs tokens by scores that are products of queries and keys, or sums, as in graph attention."""
+
+    def __init__(self, products: bool) -> None:
+        super().__init__()
+        self.products, self.query, self.key = products, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.query(x), self.key(x)
+        if self.products:
+            scores = (query @ key.transpose(1, 2) / 3).masked_fill(torch.ones(6, 6).triu(1) > 0, -1e9)
+        else:
+            scores = (query.unsqueeze(2) + key.unsqueeze(1)).sum(-1)
+        return torch.dropout(scores.softmax(-1), 0.5, True) @ x
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_a_softmax_of_products_is_told_from_that_of_sums(products: bool) -> None:
+    model = Scored(products)
+    forward = FakeForward(list(model.named_modules()))
+    forward.record_inputs(((torch.randn(2, 6, 8),), {}))
+    whole = forward.run(("query", "key"), captures=False)
+    assert whole is not None
+    assert [block.is_attention for block in whole.blocks if block.is_softmax] == [products]

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchSplittingSampler
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from opacus_memprof import hooks
+from opacus_memprof.hooks.inputs import observe_samplers
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from tests.integration.opacus_training import attached, categories, cpu, prepare  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -95,3 +100,26 @@ def test_an_argument_that_was_computed_from_parameters_is_none(cpu: None) -> Non
     model(hidden)
     assert categories()["inputs"] == before
     attachment.detach()
+
+
+@pytest.mark.parametrize(("samples", "rate"), [(512, 1 / 8), (640, 1 / 80), (20, 1 / 2), (4, 1.0)])
+def test_a_poisson_batch_rarely_exceeds_what_is_expected_of_later_ones(
+    samples: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = UniformWithReplacementSampler(num_samples=samples, sample_rate=rate)
+    live: list[object] = [sampler]
+    monkeypatch.setattr("gc.get_objects", lambda: live)
+    shapes = TrainingShapes()
+    observe_samplers(shapes)
+    most = shapes.most_samples
+    assert most is not None
+
+    def more_than(number: int) -> float:
+        sizes = range(number + 1, samples + 1)
+        return sum(math.comb(samples, k) * rate**k * (1 - rate) ** (samples - k) for k in sizes)
+
+    assert more_than(most) < 1 / 200
+    assert more_than(most - 2) > 1 / 2000
+    live.append(BatchSplittingSampler(sampler=sampler, max_batch_size=3, optimizer=None))
+    observe_samplers(shapes)
+    assert shapes.most_samples == 3

@@ -144,6 +144,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         logits=produced,
         tail=saved.tail,
         forward_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.peak)),
+        product_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.product_peak)),
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
         is_guessed=in_first_forward and whole is None and not _has_seen_whole_unit(shapes, seen),
         workspace=shapes.workspace if on_gpu and not by_category.get("library_workspace") else 0,
@@ -236,7 +237,7 @@ def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -
         sizes = saved.own if layer == block.module else saved.before
         sizes[layer] = sizes.get(layer, 0) + size
         saved.largest[layer] = max(saved.largest.get(layer, 0), block.bytes)
-        if block.is_softmax:
+        if block.is_attention:
             saved.largest_squares[layer] = max(saved.largest_squares.get(layer, 0), block.bytes)
         if block.is_shared and layer != block.module:
             saved.shared[layer] = saved.shared.get(layer, 0) + size

@@ -50,6 +50,12 @@ class Case:
     samples: int | None
     leftovers: Leftovers
 
+    @property
+    def most_samples(self) -> int | None:
+        """The samples of the largest batch that is likely to come: at least those of the failed step."""
+        ahead = self.shapes.most_samples if self.shapes.mode else None
+        return self.samples if self.samples is None else max(self.samples, ahead or 0)
+
     def fits(self, size: int) -> bool | None:
         """Returns whether a peak of `size` bytes fits; None if the capacity is unknown."""
         return None if self.memory.capacity is None else size <= self.memory.capacity
@@ -65,12 +71,13 @@ class Case:
         """Returns the peak of a step in the run's own mode.
 
         Args:
-            n: samples of the physical batch. Default: as many as in the failed step.
+            n: samples of the physical batch. Default: `most_samples`.
             with_leftovers: whether leftovers stay.
             gradients: p.grad outlives zero_grad if it does so now ("kept"), is dropped by it ("zeroed"), or is dropped
                 as soon as autograd has accumulated it ("dropped"). "early": what a step leaves is cleared before the
                 next forward pass.
         """
+        n = self.most_samples if n is None else n
         return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
     def peak_of(
@@ -80,11 +87,12 @@ class Case:
 
         Args:
             step: the step.
-            n: samples of the physical batch. Default: as many as in the failed step.
+            n: samples of the physical batch. Default: `most_samples`.
             same_forward: its forward pass takes what was recorded.
             accumulates: whether clipped sums of other physical batches are live, as with fewer samples they are.
         """
         samples = self.samples or 1
+        n = self.most_samples if n is None else n
         accumulates |= n is not None and n < samples
         instants = list(step.instants(samples if n is None else n, accumulates=accumulates))
         if same_forward:

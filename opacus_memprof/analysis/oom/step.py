@@ -54,6 +54,7 @@ class Step:
         logits: the same, if nothing is known of the variable.
         tail: activations after the last layer, as of a frozen head, from forward to the beginning of backward.
         forward_peak: the most bytes of activations and temporaries in the forward pass; 0 if it is not known.
+        product_peak: the same while a matrix product runs, which can need cuBLAS' workspace.
         multiprocessors: of the GPU; 0 on the CPU.
         workspace: cuBLAS' workspace, if it is not allocated yet.
         is_guessed: the activations of repeated units are guessed, because none has been seen as a whole.
@@ -82,6 +83,7 @@ class Step:
     logits: int = 0
     tail: int = 0
     forward_peak: int = 0
+    product_peak: int = 0
     multiprocessors: int = 0
     workspace: int = 0
     is_guessed: bool = False
@@ -164,7 +166,11 @@ class Step:
         """Returns the parts of the forward pass' peak, as far as they are known."""
         captured = sum(layer.captured for layer in self.layers) if self.mode == "flash_clip" else 0
         live = self._scale(max(self.forward_peak - captured, 0) + self.inputs, n)
-        return {"activations": live, "output": 0, **self.left_in_forward(n)}
+        workspace = 0
+        if self.product_peak > captured:
+            in_product = self._scale(self.product_peak - captured + self.inputs, n)
+            live, workspace = max((live, 0), (in_product, self.workspace), key=sum)
+        return {"activations": live, "output": 0, "library_workspace": workspace, **self.left_in_forward(n)}
 
     def left_in_forward(self, n: int) -> dict[str, int]:
         """Returns what the step before has left, and lives in the forward pass."""

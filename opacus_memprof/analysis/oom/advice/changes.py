@@ -42,8 +42,10 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
     program = case.shapes.program
     varies = len({samples for _, samples in case.shapes.batches}) > 1
     change = VARYING if varies else BATCH if 2 * n >= case.samples else SMALL_BATCH
+    before = case.shapes.most_samples if program.splits_batches else None
     title = (
-        f"a physical batch of at most {format_count(n, 'sample')} instead of {case.samples}, and the same logical batch"
+        f"a physical batch of at most {format_count(n, 'sample')} instead of {before or case.samples}, "
+        "and the same logical batch"
     )
     if (times := samples_of_each(case)) > 1:
         title = (
@@ -248,7 +250,7 @@ def another_mode(case: Case) -> Iterator[Suggestion]:
             change.code,
             change.computed,
             *change.actions,
-            largest=other.largest_block(other.samples),
+            largest=other.largest_block(case.most_samples or other.samples),
         )
         if case.fits(instant.bytes) is False:
             found = largest_that_fits(case, lambda n, other=other: case.peak_of(other, n))  # type: ignore[misc]

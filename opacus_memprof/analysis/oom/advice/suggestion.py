@@ -95,8 +95,10 @@ def suggest(
         *actions: see Suggestion.
         largest: the largest block of the changed step. Default: that of the run.
     """
-    peak = instant.bytes
-    hole = case.largest_block(case.samples or 1) if largest is None else largest
+    peak, most = instant.bytes, case.most_samples
+    hole = case.largest_block(most or 1) if largest is None else largest
+    if most != case.samples and not any(action.kind == "max_physical_batch_size" for action in actions):
+        computed += f" Of batches of {most} samples: this one had {case.samples}, and later ones can have more."
     if case.step is not None and case.step.is_guessed:
         computed += (
             " The run ended in the first of the repeated layers: what the others keep is a guess, and may be more."

@@ -104,7 +104,7 @@ def _suggestion(case: Case, changes: list[Change], n: int | None = None) -> Sugg
         "\n".join(codes),
         " ".join(change.computed for change in changes),
         *actions,
-        largest=step.largest_block(n or step.samples),
+        largest=step.largest_block(n or case.most_samples or step.samples),
     )
 
 
@@ -140,7 +140,7 @@ def checkpoints(case: Case, step: Step) -> Change | None:
             replace(each, activations=kept[each.name], saved_before=0) if each.name in kept else each
             for each in changed.layers
         ]
-        return changed.with_changes(layers=tuple(layers), recomputed=recomputed, forward_peak=0)
+        return changed.with_changes(layers=tuple(layers), recomputed=recomputed, forward_peak=0, product_peak=0)
 
     return Change(
         CHECKPOINTS,
@@ -181,12 +181,17 @@ def fused_attention(case: Case, step: Step) -> Change | None:
     weights = {layer.name: _attention_weights(layer) for layer in step.layers}
     if not (total := sum(weights.values())):
         return None
+    whole = case.shapes.whole_forward()
+    if whole is not None and not any(block.is_attention for block in (*whole.blocks, *whole.recomputed)):
+        return None  # as in graph attention, whose scores are sums
     program = case.shapes.program
     in_bfloat16 = any(weights[layer.name] and layer.forward.is_bfloat16 for layer in step.layers)
     what = f"Attention matrices, tokens by tokens, take {format_bytes(total)} of activations."
 
     def apply(changed: Step) -> Step:
-        return changed.with_changes(layers=tuple(map(_without_attention_weights, changed.layers)), forward_peak=0)
+        return changed.with_changes(
+            layers=tuple(map(_without_attention_weights, changed.layers)), forward_peak=0, product_peak=0
+        )
 
     if in_bfloat16 and not case.shapes.has_bfloat16:
         return Change(
@@ -278,6 +283,7 @@ def data_type(case: Case, step: Step) -> Change | None:
             logits=changed.logits // 2,
             tail=changed.tail // 2,
             forward_peak=changed.forward_peak // 2,
+            product_peak=changed.product_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
         )
 
@@ -416,6 +422,7 @@ def shorter_sequence(case: Case, step: Step) -> Change | None:
             logits=changed.logits // 2 if by_token else changed.logits,
             tail=changed.tail // 2 if by_token else changed.tail,
             forward_peak=changed.forward_peak // 2,
+            product_peak=changed.product_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
         )
 
