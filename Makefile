@@ -181,7 +181,7 @@ try-wheel: $(BIN)/python
 	$(IN_WHEEL) python $(CURDIR)/tools/run_readme.py $(CURDIR)/examples/train_transformer.py
 
 # The source distribution is what a release publishes, and its wheels. It is built and its reader installed in environments of
-# their own. actionlint, which no index has as a wheel, checks workflows more closely than their schema does.
+# their own. actionlint, whose package downloads it when it is installed, checks workflows more closely than a schema does.
 RELEASE := build/release
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema
 release-check: $(BIN)/python
