@@ -249,7 +249,7 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
     """Returns the device, versions and settings of the runs; the JSON files have them run by run."""
     lines = []
     for title, values in (
-        (tr("Device"), [row.result.environment.device_name for row in rows]),
+        (tr("Device"), [_device(row) for row in rows]),
         ("torch", [row.result.environment.torch for row in rows]),
         ("Opacus", [row.result.environment.opacus for row in rows]),
         (tr("Model"), [_model(row) for row in rows]),
@@ -269,6 +269,11 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         tr("Sentences of findings name their own units."),
         tr("Components and stages leave out rounding: the bytes that the allocator adds to each request."),
     ]
+
+
+def _device(row: Row) -> str | None:
+    name = row.result.environment.device_name
+    return tr_sentence(name) if name and name.startswith("virtual ") else name
 
 
 def _model(row: Row) -> str:

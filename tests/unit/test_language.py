@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer
 from babel.messages import mofile, pofile
+from msgspec import UNSET
 from rich.cells import cell_len
 from rich.console import Console
 from torch import nn
@@ -23,11 +24,12 @@ from typer import rich_utils
 
 import opacus_memprof
 from opacus_memprof import cli, language
-from opacus_memprof.analysis.diff import GrowthLimit, diff_profiles, dp_tax, exceeded_limits
+from opacus_memprof.analysis.diff import GrowthLimit, compare_virtual, diff_profiles, dp_tax, exceeded_limits
 from opacus_memprof.analysis.profile_view import view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
 from opacus_memprof.profiles.categories import CATEGORIES
+from opacus_memprof.profiles.profile import VirtualGpus
 from opacus_memprof.reports.diff import diff_markdown, print_diff, print_tax
 from opacus_memprof.reports.oom import print_oom
 from opacus_memprof.reports.text import print_report, privacy_sentence
@@ -595,6 +597,15 @@ def test_what_two_runs_differ_in_has_no_english_sentence(tmp_path: Path) -> None
     assert "隐私使峰值变化 +56.00 KiB：有差分隐私 150.00 KiB，没有 94.00 KiB" in text
     assert "第一次运行的状态为被终止" in text
     assert "cuda:0 的峰值增长了 56.00 KiB，超过 1%" in text
+
+
+def test_virtual_gpus_of_two_runs_have_no_english_word() -> None:
+    gpus = [VirtualGpus(gpu, name, 2**30, 1) for gpu, name in (("h200", "NVIDIA H200"), ("t4", "Tesla T4"))]
+    with in_language("zh"):
+        for runs in (("first", "second"), ("private", "vanilla")):
+            for pair in ((gpus[0], gpus[0]), (gpus[0], gpus[1]), (gpus[0], UNSET), (UNSET, gpus[1])):
+                (note,) = compare_virtual(runs, *pair)
+                assert set(re.findall("[A-Za-z]+", language.tr_sentence(note))) <= {"NVIDIA", "H", "Tesla", "T", "GiB"}
 
 
 def test_columns_stand_under_one_another_in_chinese() -> None:
