@@ -17,10 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Subset
 
+from opacus_memprof.hooks.shapes import coming_states
 from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED, find
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.recording import native
@@ -134,14 +136,21 @@ def _clear_dynamo_rules() -> None:
         rules.clear_lru_cache()
 
 
-@contain("looking at the samplers of batches")
-def observe_samplers(shapes: TrainingShapes) -> None:
-    """Records how many samples later batches can have. Searches the heap, which takes a tenth of a second."""
+@contain("looking at what comes later in the training")
+def observe_what_comes(shapes: TrainingShapes, model: nn.Module | None) -> None:
+    """Records how many samples later batches can have, and the states that other optimizers than the model's will make.
+
+    Searches the heap, which takes a tenth of a second.
+    """
+    live = gc.get_objects()
+    if model is not None:
+        dp = find("opacus.optimizers", "DPOptimizer") or ()
+        optimizers = [each for each in live if issubclass(type(each), Optimizer) and not issubclass(type(each), dp)]
+        shapes.coming_states = coming_states(optimizers, model)
     splitter = find("opacus.utils.batch_memory_manager", "BatchSplittingSampler")
     drawing = find("opacus.utils.uniform_sampler", "UniformWithReplacementSampler")
     if drawing is None:
         return
-    live = gc.get_objects()
     bounds = [
         max((each.max_batch_size for each in live if type(each) is splitter), default=None),
         max((_likely_most(each) for each in live if type(each) is drawing), default=None),

@@ -4,7 +4,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -176,11 +176,28 @@ def record_optimizer(optimizer: Optimizer) -> None:
     """Records how many state tensors and temporaries the optimizer has."""
     original = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
     shapes, class_name, defaults = observations.layer_shapes(), type(original).__name__, original.defaults
-    states, temporaries = _STATES.get(class_name, (0, 0))
+    _, temporaries = _STATES.get(class_name, (0, 0))
     shapes.optimizer = class_name
-    shapes.state_tensors = states + sum(bool(defaults.get(option)) for option in _STATE_OPTIONS)
+    shapes.state_tensors = _state_tensors(original)
     foreach = not defaults.get("fused") and defaults.get("foreach") is not False
     shapes.step_temporaries = temporaries if foreach else 0
+
+
+def _state_tensors(optimizer: Optimizer) -> int:
+    states, _ = _STATES.get(type(optimizer).__name__, (0, 0))
+    return states + sum(bool(optimizer.defaults.get(option)) for option in _STATE_OPTIONS)
+
+
+def coming_states(optimizers: Iterable[Optimizer], model: nn.Module) -> int:
+    """Returns the bytes of the states that optimizers will make for parameters of other models than this one."""
+    own = set(map(id, model.parameters()))
+    return sum(
+        _state_tensors(optimizer) * parameter.nbytes
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and id(parameter) not in own and not optimizer.state.get(parameter)
+    )
 
 
 def observe_zero_grad(optimizer: Optimizer) -> CallHook:

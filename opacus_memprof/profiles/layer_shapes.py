@@ -262,6 +262,8 @@ class TrainingShapes:
         draws_poisson: whether its batches are drawn by Poisson sampling, as by default.
         most_samples: the most samples that a later batch is likely to have, or BatchMemoryManager's largest; None if
             that is not known. Asked for when memory has run out.
+        coming_states: bytes of the states that optimizers of other models will make at their first step. Asked for when
+            memory has run out.
         has_nodes: whether the rows of the model's first input are nodes of a graph, whose edges are another input.
         multiprocessors: of the GPU; 0 without one.
         workspace: bytes of cuBLAS' workspace for one thread.
@@ -297,6 +299,7 @@ class TrainingShapes:
     engine_call: str = "make_private"
     draws_poisson: bool = True
     most_samples: int | None = None
+    coming_states: int = 0
     has_nodes: bool = False
     multiprocessors: int = 0
     workspace: int = 32 * 2**20

@@ -129,10 +129,10 @@ class Forensics:
             observations.record_gpu(device)
         diagnosis = sys.modules.get("opacus_memprof.hooks.diagnosis")
         if diagnosis is not None:
-            from opacus_memprof.hooks import inputs
+            from opacus_memprof.hooks import forward_shapes, inputs
 
             diagnosis.observe_program(observations.layer_shapes())
-            inputs.observe_samplers(observations.layer_shapes())
+            inputs.observe_what_comes(observations.layer_shapes(), forward_shapes.watched_model())
         virtual = virtual_gpu.describe_run()
         report = build_report(
             failed, observations.layer_shapes(), captures, replayed, NameLists(**native.names()), virtual or UNSET

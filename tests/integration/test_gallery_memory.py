@@ -144,7 +144,7 @@ QUOTED = {
         "381.62 MiB of per sample gradients of emb failed",
         '1 grad_sample_mode="flash_clip" 147.76 MiB fits predicted',
     ),
-    "poisson_draw": ("1 a physical batch of at most 4 samples: the loader asks for 8, and this Poisson batch drew 13",),
+    "poisson_draw": ("1 a physical batch of at most 3 samples: the loader asks for 8, and this Poisson batch drew 13",),
 }
 
 

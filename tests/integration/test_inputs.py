@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from opacus_memprof import hooks
-from opacus_memprof.hooks.inputs import observe_samplers
+from opacus_memprof.hooks.inputs import observe_what_comes
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from tests.integration.opacus_training import attached, categories, cpu, prepare  # noqa: F401
 
@@ -110,7 +110,7 @@ def test_a_poisson_batch_rarely_exceeds_what_is_expected_of_later_ones(
     live: list[object] = [sampler]
     monkeypatch.setattr("gc.get_objects", lambda: live)
     shapes = TrainingShapes()
-    observe_samplers(shapes)
+    observe_what_comes(shapes, None)
     most = shapes.most_samples
     assert most is not None
 
@@ -121,5 +121,21 @@ def test_a_poisson_batch_rarely_exceeds_what_is_expected_of_later_ones(
     assert more_than(most) < 1 / 200
     assert more_than(most - 2) > 1 / 2000
     live.append(BatchSplittingSampler(sampler=sampler, max_batch_size=3, optimizer=None))
-    observe_samplers(shapes)
+    observe_what_comes(shapes, None)
     assert shapes.most_samples == 3
+
+
+def test_states_that_the_optimizers_of_other_models_will_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(10, 2)
+    size = sum(parameter.nbytes for parameter in other.parameters())
+    amsgrad = torch.optim.Adam(other.parameters(), amsgrad=True)
+    live = [torch.optim.Adam(model.parameters()), amsgrad, torch.optim.SGD(other.parameters())]
+    monkeypatch.setattr("gc.get_objects", lambda: live)
+    shapes = TrainingShapes()
+    observe_what_comes(shapes, model)
+    other(torch.randn(2, 10)).sum().backward()
+    amsgrad.step()
+    made = sum(state.nbytes for each in amsgrad.state.values() for state in each.values() if state.dim())
+    assert shapes.coming_states == made == 3 * size
+    observe_what_comes(shapes, model)
+    assert shapes.coming_states == 0

@@ -118,6 +118,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     theirs = [group for group in theirs if group not in leftovers.block_groups and not _is_resident(group.category)]
     others = sum_by(theirs, lambda group: group.category)
     others["gradients"] = others.get("gradients", 0) + shapes.untrained_gradients()
+    others["optimizer_states"] = others.get("optimizer_states", 0) + shapes.coming_states
     return Step(
         mode=shapes.mode,
         mean_loss=shapes.mean_loss,

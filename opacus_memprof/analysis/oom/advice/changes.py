@@ -166,15 +166,17 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     the batch is returned.
 
     The clipped sums of the previous physical batch may fragment the memory that the next one needs. A fifth of the
-    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits.
+    peak, or the largest block if that is more, is left free for this, as long as at least one sample fits. Batches that
+    are drawn have other sizes in each step, which leaves more fragments: then it is a third.
     """
     if case.samples is None:
         return None
     parts = [math.ceil(case.samples / count) for count in range(2, case.samples // samples_of_each(case) + 1)]
     sizes = {n: peak(n) for n in dict.fromkeys(parts)}
+    is_drawn = case.shapes.draws_poisson and case.shapes.program.expected_samples is not None
     for spares in (case.memory.fragments, False):
         for n, instant in sizes.items():
-            spare = max(instant.bytes // 5, case.largest_block(n)) if spares else 0
+            spare = max(instant.bytes // (3 if is_drawn else 5), case.largest_block(n)) if spares else 0
             if case.fits(instant.bytes + spare) is not False:
                 return n, instant
     return None
