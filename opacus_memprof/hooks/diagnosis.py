@@ -393,8 +393,14 @@ def observe_program(shapes: TrainingShapes) -> None:
         computes_epsilon=computes_epsilon,
         adopts_samples=samplers is not None and samplers.adopts_grad_samples(),
         has_norm_samplers=samplers is not None and samplers.has_norm_samplers(),
-        enables_checkpoints=any(
-            hasattr(module, "gradient_checkpointing_enable") for model in trained for module in model.modules()
+        enables_checkpoints=next(
+            (
+                name
+                for model in trained
+                for name, module in modules.named_modules(model)
+                if hasattr(type(module), "gradient_checkpointing_enable")
+            ),
+            None,
         ),
         expected_samples=expected[0] if len(expected) == 1 else None,
         # BatchMemoryManager has queued whether this batch is the last of a logical one

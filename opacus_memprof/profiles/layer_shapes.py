@@ -212,7 +212,8 @@ class Program:
         computes_epsilon: whether the function that trains calls get_epsilon, too.
         adopts_samples: whether adopt_grad_samples is in effect.
         has_norm_samplers: whether register_norm_samplers is in effect.
-        enables_checkpoints: whether the model has transformers' gradient_checkpointing_enable.
+        enables_checkpoints: the name of the model's outermost module that has transformers'
+            gradient_checkpointing_enable, "" for the model itself; None if there is none.
         expected_samples: the number of samples of a logical batch that the DPOptimizer expects; None if it is unknown.
         splits_batches: whether a BatchMemoryManager is in effect.
     """
@@ -223,7 +224,7 @@ class Program:
     computes_epsilon: bool = False
     adopts_samples: bool = False
     has_norm_samplers: bool = False
-    enables_checkpoints: bool = False
+    enables_checkpoints: str | None = None
     expected_samples: int | None = None
     splits_batches: bool = False
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from opacus.optimizers import DPOptimizer
 from rich.console import Console
+from torch import nn
 
 from opacus_memprof.analysis.oom import advice, build_report, estimate
-from opacus_memprof.analysis.oom.advice import advise, find_improvements
+from opacus_memprof.analysis.oom.advice import advise, find_improvements, training
 from opacus_memprof.analysis.oom.advice.suggestion import (
     BATCH,
     DEFECT,
@@ -34,6 +35,7 @@ from opacus_memprof.analysis.oom.failure import (
     read_history,
 )
 from opacus_memprof.analysis.verdict_view import failure_verdict
+from opacus_memprof.hooks import diagnosis
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, Program, TrainingShapes
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.reports.oom import exception_note, print_oom
@@ -582,3 +584,21 @@ def test_gradients_of_trained_parameters_alone_are_dropped() -> None:
     exec(code, {"optimizer": optimizer})
     model(torch.ones(1, 2)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Pretrained(nn.Linear):
+    def gradient_checkpointing_enable(self, options: dict[str, bool]) -> None:
+        self.options = options
+
+
+@pytest.mark.parametrize(("model", "name"), [(Pretrained(2, 2), ""), (nn.Sequential(nn.ReLU(), Pretrained(2, 2)), "1")])
+def test_checkpoints_are_enabled_where_the_model_has_the_method(
+    model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "_models", {model: None})
+    shapes = TrainingShapes()
+    diagnosis.observe_program(shapes)
+    assert shapes.program.enables_checkpoints == name
+    case = cast(Any, SimpleNamespace(shapes=replace(shapes, program=replace(shapes.program, model="model"))))
+    exec(training._checkpoint_code(case, [], reentrant=True), {"model": model})
+    assert cast(Pretrained, model.get_submodule(name)).options == {"use_reentrant": True}

@@ -155,8 +155,10 @@ def checkpoints(case: Case, step: Step) -> Change | None:
 
 def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
     program = case.shapes.program
-    if program.enables_checkpoints:
-        return f'{program.model}.gradient_checkpointing_enable({{"use_reentrant": {reentrant}}})'
+    if program.enables_checkpoints is not None:
+        path = program.enables_checkpoints
+        model = f'{program.model}.get_submodule("{path}")' if path else program.model
+        return f'{model}.gradient_checkpointing_enable({{"use_reentrant": {reentrant}}})'
     parents: dict[str, list[int]] = {}
     for unit in units:
         parent, _, number = unit.rpartition(".")
