@@ -10,6 +10,7 @@ import pytest
 from event_files import CATEGORIES, KINDS, PHASES, EventFile, unix_ns
 
 from opacus_memprof.analysis.profile import build_profile
+from opacus_memprof.profiles.layer_shapes import TrainingShapes
 from opacus_memprof.recording import native
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_kinds_and_names_are_the_document_s(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_every_key(tmp_path: Path) -> None:
-    profile = build_profile(a_file().write(tmp_path), status="finished", exit_code=0)
+    profile = build_profile(a_file().write(tmp_path), status="finished", exit_code=0, shapes=TrainingShapes())
     device = profile["devices"]["cuda:0"]
     assert keys("## profile.json") == profile.keys()
     assert keys("Of a device:") == device.keys()
