@@ -7,15 +7,15 @@ FAULTS = [
     Fault(
         "saved_tensors_hooks_make_no_situation",
         "proof/model_state.py",
-        "(*Modes.now().key(), *(() if hooks is None else map(code_of, hooks)))",
-        "Modes.now().key()",
+        "(*modes, *(() if hooks is None else map(code_of, hooks)))",
+        "modes",
         "Saved-tensor hooks that mix samples are not noticed where they begin between two proofs.",
         integration("flash_clip_refusals::saved_tensors_hooks_that_change_gradients"),
     ),
     Fault(
         "steps_under_modes_are_explained_sometimes",
         "module/call_proofs.py",
-        "return is_explained(check, forward) or bool(Modes.now().key())",
+        "return is_explained(check, forward) or bool(call.modes)",
         "return is_explained(check, forward)",
         "A mode that begins to mix gradients between two checks is not noticed.",
         integration("flash_clip_refusals::a_dispatch_mode_around_a_step"),
@@ -79,7 +79,7 @@ FAULTS = [
     Fault(
         "key_without_autocast",
         "module/call_proofs.py",
-        'size_class(batch), context_key(("cpu", "cuda"))',
+        'size_class(batch), context_key(call.modes, ("cpu", "cuda"))',
         "size_class(batch), ()",
         "A step under autocast is not proved after one without.",
         programs("number_of_autocast_mixes"),

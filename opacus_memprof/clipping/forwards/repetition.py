@@ -125,11 +125,27 @@ class Modes:
             torch._C._pop_torch_function_stack()
         for function_mode in other.function:
             torch._C._push_on_torch_function_stack(function_mode)
-        stack = [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
-        for mode in reversed(stack):
-            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-        for mode in [*(mode for mode in stack if mode not in self.dispatch), *other.dispatch]:
-            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+        others = [mode for mode in leave_dispatch_modes() if mode not in self.dispatch]
+        enter_dispatch_modes([*others, *other.dispatch])
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Returns the modes of this thread, the innermost one last, without PyTorch's own, which it keeps apart."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+def leave_dispatch_modes(count: int = 0) -> list[TorchDispatchMode]:
+    """Leaves all of these modes but the outermost `count`, without the program's `__exit__`, and returns them."""
+    inner = dispatch_modes()[count:]
+    for mode in reversed(inner):
+        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+    return inner
+
+
+def enter_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    """Enters modes, the innermost one last, without the program's `__enter__`."""
+    for mode in modes:
+        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 def _is_of_program(mode: object) -> bool:

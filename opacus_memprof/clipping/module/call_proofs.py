@@ -10,7 +10,6 @@ from torch import nn
 
 from opacus_memprof.clipping.arguments import Check, is_checked, is_explained
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
-from opacus_memprof.clipping.forwards.repetition import Modes
 from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, restoring_state
 from opacus_memprof.clipping.kernels import native
 from opacus_memprof.clipping.layer_hooks import LayerHooks, first_input
@@ -136,7 +135,7 @@ class CallProofs:
         refuse_cached_parameters(self.registry.model)
         hooks, batch, random = self.hooks, self.hooks.batch, call.random
         signature = self.situations.arguments.signature(call.args, call.kwargs, batch)
-        call.key = call.entry, self._modes, signature, size_class(batch), context_key(("cpu", "cuda"))
+        call.key = call.entry, self._modes, signature, size_class(batch), context_key(call.modes, ("cpu", "cuda"))
         is_new = call.key not in self.situations.known
         given = tensors_of_call(call.args, call.kwargs)
         try:
@@ -171,7 +170,7 @@ class CallProofs:
             known.record.begin_forward(batch)
             if is_new:
                 self._note_proof(known)
-        if batch and random is not None and self._is_explained(known.forwards):
+        if batch and random is not None and self._is_explained(call, known.forwards):
             call.record = RecordedForward.begin(call.entry, call.args, call.kwargs, batch, random)
         is_due = known.forwards > 1 and batch and is_checked(self.situations.check, known.forwards)
         if is_due and random is not None and self.joint is None:
@@ -231,11 +230,11 @@ class CallProofs:
                 self.situations.known[call.key] = new
                 call.is_proved = True
 
-    def _is_explained(self, forward: int) -> bool:
+    def _is_explained(self, call: Call, forward: int) -> bool:
         check = self.situations.check
         if self.registry.is_sharded or check == "off":
             return False
-        return is_explained(check, forward) or bool(Modes.now().key())  # a mode may change what it does in each step
+        return is_explained(check, forward) or bool(call.modes)  # a mode may change what it does in each step
 
     def begin_forward(self, call: Call) -> None:
         """Begins to record the operations of a call. Not under FSDP2, where all ranks must prove the same forward."""

@@ -47,6 +47,7 @@ class Call:
         state: the module's state before the forward, if the forward changes it; otherwise None.
         cannot_run: the error for which the module cannot run on other samples.
         record: the data that is needed to repeat the forward, if its step will be explained.
+        modes: the modes of the program that it runs under; see `Modes.key`.
         thread: the thread that calls the module.
         other_thread: the error if another thread has called a layer meanwhile.
     """
@@ -65,6 +66,7 @@ class Call:
     state: ModuleState | None = None
     cannot_run: BaseException | None = None
     record: RecordedForward | None = None
+    modes: tuple[Any, ...] = field(default_factory=lambda: Modes.now().key())
     thread: int = field(default_factory=threading.get_ident)
     other_thread: MemprofError | None = None
 

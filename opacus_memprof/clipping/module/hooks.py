@@ -24,7 +24,7 @@ from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.autograd_functions import is_compiled_autograd_enabled
 from opacus_memprof.clipping.bookkeeping.backward_pass import refuse_capture
 from opacus_memprof.clipping.cost import DEFAULT_WORKSPACE_MB
-from opacus_memprof.clipping.forwards.repetition import Modes, is_repeating
+from opacus_memprof.clipping.forwards.repetition import is_repeating
 from opacus_memprof.clipping.forwards.state import Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
@@ -500,7 +500,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         elif outputs and self._parts.is_due():  # with aliases, gradients are those of the loss alone
             output, aliases = alias_leaves(output, [x for x, _ in outputs])
             outputs = [(x, where) for x, (_, where) in zip(aliases, outputs, strict=True)]
-        modes = None if self.situations.check == "off" else Modes.now().key()
+        modes = None if self.situations.check == "off" else call.modes
         for place, (x, _) in enumerate(outputs):
             begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, record, place)
             x.register_hook(begin)  # type: ignore[no-untyped-call]

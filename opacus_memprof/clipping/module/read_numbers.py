@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from opacus_memprof.clipping.forwards.repetition import dispatch_modes, enter_dispatch_modes, leave_dispatch_modes
 from opacus_memprof.clipping.proof.summary import Tensors
 
 _MOST_NUMBERS = 64
@@ -323,38 +324,20 @@ class FollowingMode(TorchDispatchMode):
         """Makes it the outermost mode, so that it can stay on where a `with` block of the program ends."""
         for name, read in _READERS.items():
             setattr(torch.Tensor, name, _noted(read))
-        inner = _leave_to(0)
+        inner = leave_dispatch_modes()
         self.__enter__()  # type: ignore[no-untyped-call]
-        _enter_again(inner)
+        enter_dispatch_modes(inner)
 
     def leave(self) -> None:
         """Leaves it, whatever modes were entered since. These stay on."""
-        stack = _modes()
+        stack = dispatch_modes()
         if self not in stack:
             return
-        inner = _leave_to(stack.index(self))
-        _enter_again(inner[1:])
+        inner = leave_dispatch_modes(stack.index(self))
+        enter_dispatch_modes(inner[1:])
         if not following_modes():
             for name in _READERS.keys() & vars(torch.Tensor).keys():
                 delattr(torch.Tensor, name)
-
-
-def _modes() -> list[TorchDispatchMode]:
-    """Returns the modes of this thread, the innermost one last, without PyTorch's own, which it keeps apart."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
-
-
-def _leave_to(count: int) -> list[TorchDispatchMode]:
-    """Leaves all modes but the outermost ones, and returns them."""
-    inner = _modes()[count:]
-    for mode in reversed(inner):
-        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-    return inner
-
-
-def _enter_again(modes: list[TorchDispatchMode]) -> None:
-    for mode in modes:
-        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 def following_modes() -> list[FollowingMode]:
@@ -377,13 +360,13 @@ def unfollowed() -> Iterator[None]:
         if not following_modes():
             yield
             return
-        before = _leave_to(0)
-        _enter_again([mode for mode in before if not isinstance(mode, FollowingMode)])
+        before = leave_dispatch_modes()
+        enter_dispatch_modes([mode for mode in before if not isinstance(mode, FollowingMode)])
         try:
             yield
         finally:
-            _leave_to(0)
-            _enter_again(before)
+            leave_dispatch_modes()
+            enter_dispatch_modes(before)
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from opacus_memprof.clipping.forwards.repetition import Modes, code_of
+from opacus_memprof.clipping.forwards.repetition import code_of
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.proof.batches import is_plain_call
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
@@ -245,10 +245,10 @@ def size_class(batch: int) -> int:
     return batch if batch <= _SMALL_BATCH else _SMALL_BATCH + batch.bit_length()
 
 
-def context_key(devices: Iterable[str]) -> tuple[Any, ...]:
-    """Returns the state of autocast, and the code of the program's modes and saved-tensor hooks."""
+def context_key(modes: tuple[Any, ...], devices: Iterable[str]) -> tuple[Any, ...]:
+    """Returns the state of autocast, the key of the program's modes, and the code of its saved-tensor hooks."""
     hooks = saved_tensors_hooks()
-    codes = (*Modes.now().key(), *(() if hooks is None else map(code_of, hooks)))
+    codes = (*modes, *(() if hooks is None else map(code_of, hooks)))
     if not torch._C._is_any_autocast_enabled():
         return codes
     return *codes, *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
