@@ -11,6 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_float
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ _LATEST = 16
 """The numbers that are looked for in moving averages."""
 _DEPTH, _MOST_SEEN = 4, 20_000
 """How far a program's variables are searched for numbers and tensors that it had before."""
+_CLIPPING = "opacus_memprof.clipping."
 ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
 """Operations whose arguments are numbers that a program may have read."""
 
@@ -223,8 +225,14 @@ def is_of_few(x: Any) -> bool:
 
 
 def _is_long(x: Any) -> bool:
-    """Returns whether a number has too many digits to be there by chance."""
-    return isinstance(x, float) and math.isfinite(x) and abs(float(f"{x:.4g}") - x) > 1e-6 * abs(x)
+    """Returns whether a number has too many digits to be there by chance.
+
+    Other than one of four digits, and what float32 or some steps of arithmetic make of that.
+    """
+    if not isinstance(x, float) or not math.isfinite(x):
+        return False
+    short = float(f"{x:.4g}")
+    return abs(short - x) > 1e-14 * abs(x) and c_float(short).value != x
 
 
 def _is_in_text(x: float) -> bool:
@@ -246,8 +254,9 @@ class Existing:
         self._seen: set[int] = set()
         frame = sys._getframe(1)
         while frame is not None:
-            for value in list(frame.f_locals.values()):
-                self._add(value, _DEPTH)
+            if not frame.f_globals.get("__name__", "").startswith(_CLIPPING):  # not where the number is read
+                for value in list(frame.f_locals.values()):
+                    self._add(value, _DEPTH)
             frame = frame.f_back  # type: ignore[assignment]
         self._seen.clear()
 
