@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState, expand_over_batch
 from opacus_memprof.clipping.workspace import slices
+from opacus_memprof.errors import MemprofError
 
 Way = Literal["vmap", "loop", "whole"]
 WAYS: tuple[Way, ...] = ("vmap", "loop", "whole")
@@ -111,14 +112,36 @@ class Modes:
     def restored(self) -> Iterator[None]:
         """Makes these the only modes of the program inside the context, without calling their `__enter__`."""
         now = Modes.now()
-        if now == self:
-            yield
-            return
-        now._exchange(self)
+        if now != self:
+            now._exchange(self)
         try:
             yield
         finally:
-            self._exchange(now)
+            if (left := Modes.now()) != now:
+                left._exchange(now)
+
+    @contextmanager
+    def staying(self, module: nn.Module) -> Iterator[None]:
+        """Refuses a call of a module that does not end under these modes, which are on when it begins.
+
+        Raises:
+            MemprofError: it ends under others.
+        """
+        left = self
+        with self.restored():
+            yield
+            left = Modes.now()
+        if left != self:
+            names = {type(mode).__name__ for a, b in ((self, left), (left, self)) for mode in a.without(b)}
+            raise MemprofError(
+                f"the forward of {type(module).__name__} enters {' and '.join(sorted(names))} and leaves it on when it "
+                "ends, or the reverse, so that what runs afterwards is another program: leave modes before the forward "
+                "ends, or enter them around the model's call and its backward."
+            )
+
+    def without(self, other: Modes) -> list[object]:
+        """Returns the modes that are not among the other ones."""
+        return [mode for mode in (*self.function, *self.dispatch) if mode not in (*other.function, *other.dispatch)]
 
     def _exchange(self, other: Modes) -> None:
         for _ in self.function:

@@ -4,9 +4,12 @@
 Also finds the flash_clip module of a parameter, for optimizers that are made from parameters alone.
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -14,11 +17,15 @@ import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleHooks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opacus_memprof.clipping.kernels.native import ModuleHook
+from opacus_memprof.clipping.forwards.repetition import Modes
+from opacus_memprof.clipping.forwards.state import is_own
+from opacus_memprof.clipping.kernels.native import ModuleHook, is_backward_of_inputs
 from opacus_memprof.clipping.layers.registry import LayerRegistry
+from opacus_memprof.clipping.proof.batches import graph_nodes
 from opacus_memprof.clipping.proof.model_state import run_hooks, run_pre_hooks
 from opacus_memprof.errors import MemprofError
 
@@ -93,16 +100,21 @@ class AttachedHooks:
                 _hooks_of(module).move_to_end(tap, last=False)
 
     def run(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a module's forward with the hooks of layers and users, but without its entry hooks."""
+        """Runs a module's forward with the hooks of layers and users, but without its entry hooks.
+
+        Raises:
+            MemprofError: it leaves modes on.
+        """
         before, after = self._entries[entry]
-        args, kwargs = run_pre_hooks(entry, before, args, kwargs)
-        args, kwargs = self._before_layer(entry, args, kwargs) or (args, kwargs)
-        output = None
-        try:
-            output = entry.forward(*args, **kwargs)
-        finally:
-            changed = self._after_layer(entry, args, kwargs, output)
-        return run_hooks(entry, after, args, kwargs, output if changed is None else changed)
+        with Modes.now().staying(entry):
+            args, kwargs = run_pre_hooks(entry, before, args, kwargs)
+            args, kwargs = self._before_layer(entry, args, kwargs) or (args, kwargs)
+            output = None
+            try:
+                output = entry.forward(*args, **kwargs)
+            finally:
+                changed = self._after_layer(entry, args, kwargs, output)
+            return run_hooks(entry, after, args, kwargs, output if changed is None else changed)
 
     def _attach_entry(self, module: nn.Module) -> None:
         """Adds entry hooks to a module: one before and one after all hooks that are there."""
@@ -129,6 +141,136 @@ class AttachedHooks:
                 handle = parameter.register_post_accumulate_grad_hook(_NoteGradient(self, name))  # type: ignore[no-untyped-call]
                 self._watched[id(parameter)] = handle
                 self.handles.append(handle)
+
+
+class GraphHooks:
+    """Watches the hooks that a program adds to the graph behind a model's outputs after the call, where no proof is.
+
+    Hooks on the outputs themselves are a part of the loss, unless other outputs are computed from these.
+
+    Args:
+        refuse: called with the error where such a hook changes a gradient.
+    """
+
+    def __init__(self, refuse: Callable[[MemprofError], None]) -> None:
+        self.refuse = refuse
+        self._begin = 0
+        self._graphs: list[_Graph] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"refuse": self.refuse, "_begin": 0, "_graphs": []}
+
+    def begin_call(self) -> None:
+        """Called before a forward. Nodes of autograd's graph are numbered in the order in which they are made."""
+        self._begin = torch._C._autograd._get_sequence_nr()
+
+    def end_call(self, outputs: list[torch.Tensor]) -> None:
+        """Called when a call of the program has these outputs with gradients, and is over."""
+        places = [] if any(x.grad_fn is None for x in outputs) else [_number_of(x.grad_fn) for x in outputs]
+        if places:
+            end = max(torch._C._autograd._get_sequence_nr(), 1 + max(places))
+            self._graphs.append(_Graph(self._begin, end, places, [weakref.ref(x) for x in outputs]))
+            _follow_registrations(self)
+
+    def clear(self) -> None:
+        """Forgets all calls, whose backward is over or does not count."""
+        self._graphs.clear()
+        _watching.discard(self)
+        if not _watching:
+            _end_following()
+
+    def watched(self, hook: Any, x: torch.Tensor | None) -> Any:
+        """Returns what is registered instead of a hook: on a tensor or, without one, on a node that is not known."""
+        if x is not None and not any(each.is_inside(x) for each in self._graphs):
+            return hook
+        return functools.wraps(hook)(functools.partial(self._run, hook, x is None)) if callable(hook) else hook
+
+    def _run(self, hook: Any, is_of_node: bool, *gradients: Any) -> Any:
+        given = [x for x in tree_leaves(gradients) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in given]
+        found = hook(*gradients)
+        changed = [x._version for x in given] != versions
+        if found is not None:
+            before = gradients[0]
+            changed |= not all(map(is_, tree_leaves(found), tree_leaves(before)))
+        if changed and not is_backward_of_inputs():
+            node = torch._C._current_autograd_node()
+            is_input = len(gradients) == 1 and is_of_node
+            if node is not None and any(each.has(_number_of(node), is_input) for each in self._graphs):
+                self.refuse(
+                    MemprofError(
+                        "a hook that the program has added between the model's call and backward() changes gradients "
+                        f"inside of the model ({node.name()}), where no proof has seen it: add it in the model's "
+                        "forward, to the tensor that it computes, or to the outputs of the model, if no other output "
+                        "is computed from them."
+                    )
+                )
+        return found
+
+
+@dataclass
+class _Graph:
+    """The graph of a call: the range of its nodes' numbers, and those of its outputs' nodes."""
+
+    begin: int
+    end: int
+    places: list[int]
+    outputs: list[weakref.ref[torch.Tensor]]
+
+    def has(self, number: int, is_input: bool) -> bool:
+        """Returns whether a node is in the graph, and its hook not behind the one output."""
+        is_last = is_input and self.places == [number]
+        return self.begin <= number < self.end and not is_last
+
+    def is_inside(self, x: torch.Tensor) -> bool:
+        """Returns whether a tensor is in the graph, and not at its end."""
+        if x.grad_fn is None or not self.begin <= _number_of(x.grad_fn) < self.end:
+            return False
+        outputs = [each() for each in self.outputs]
+        if not any(each is x for each in outputs):
+            return True
+        others = [each for each in outputs if each is not None and each is not x]
+        return len(others) + 1 < len(outputs) or x.grad_fn in graph_nodes(others)
+
+
+def _number_of(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+_watching: weakref.WeakSet[GraphHooks] = weakref.WeakSet()
+_replaced: list[Any] = []  # torch's own way to register a hook on a tensor, and the one that stands for it
+
+
+def _follow_registrations(owner: GraphHooks) -> None:
+    """Makes hooks of the program known to their graph's owner. Autograd's nodes register theirs by `_register_hook`."""
+    _watching.add(owner)
+    if _replaced:
+        return
+    on_tensor: Any = torch.Tensor.register_hook
+    on_node: Any = torch.autograd.Function._register_hook
+
+    @functools.wraps(on_tensor)
+    def watched(self: torch.Tensor, hook: Any) -> Any:
+        return on_tensor(self, _watched(hook, self))
+
+    _replaced[:] = on_tensor, watched
+    setattr(torch.Tensor, "register_hook", watched)  # noqa: B010  # not an assignment to a method
+    by_node = staticmethod(lambda hooks, hook: on_node(hooks, _watched(hook, None)))
+    setattr(torch.autograd.Function, "_register_hook", by_node)  # noqa: B010
+
+
+def _end_following() -> None:
+    if _replaced and torch.Tensor.register_hook is _replaced[1]:  # otherwise somebody else has replaced it since
+        setattr(torch.Tensor, "register_hook", _replaced[0])  # noqa: B010
+        del torch.autograd.Function._register_hook
+        _replaced.clear()
+
+
+def _watched(hook: Any, x: torch.Tensor | None) -> Any:
+    if torch._C._current_graph_task_id() == -1 and not is_own(hook):
+        for owner in _watching:
+            hook = owner.watched(hook, x)
+    return hook
 
 
 class _NoteGradient:

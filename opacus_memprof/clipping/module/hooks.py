@@ -29,7 +29,12 @@ from opacus_memprof.clipping.forwards.state import Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
+from opacus_memprof.clipping.module.attached_hooks import (
+    AttachedHooks,
+    GraphHooks,
+    refuse_private,
+    remember_owner,
+)
 from opacus_memprof.clipping.module.between_calls import Parts
 from opacus_memprof.clipping.module.call_proofs import CallProofs
 from opacus_memprof.clipping.module.calls import (
@@ -141,6 +146,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             registry, self.layer_hooks, bookkeeping, self.certificate, check, self._attached.run, self._attach
         )
         self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
+        self._graph_hooks = GraphHooks(bookkeeping.refusal.add)
         self._parts = Parts(self._proofs.situations.check if self._proofs.joint is None else "off")
         self._call: Call | None = None
         self._begun_with: RandomState | None = None
@@ -192,6 +198,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             MemprofError: a gradient did not come through the outputs.
         """
         self._parts.end_step()
+        self._graph_hooks.clear()
         try:
             self._explained.check(self.trained)
         except MemprofError:
@@ -213,6 +220,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Forgets the calls since the last step, which is refused or was a trial. Steps count from 1 again."""
         self._parts.forget()
         self._explained.clear()
+        self._graph_hooks.clear()
 
     def take_random_states(self) -> dict[torch.Generator, torch.Tensor]:
         """Returns the states of torch's generators at the first forward since the last call of this method."""
@@ -240,6 +248,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self.disable_hooks()
         self._attached.remove()
         self._explained.clear()
+        self._graph_hooks.clear()
         self._parts.pause()
         self.bookkeeping.clear()
 
@@ -383,6 +392,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._parts.check_gradients(call, hooks.batch)
         if call.random is not None:
             self._proofs.begin_forward(call)
+            self._graph_hooks.begin_call()
         hooks.for_compiled_autograd = is_compiled_autograd_enabled()
         hooks.forward += 1
         self.bookkeeping.note_samples(hooks.forward, tensors_of_call(call.args, call.kwargs), hooks.batch)
@@ -434,6 +444,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return changed
         finally:
             last = output if changed is None else changed
+            if not (call.is_off or call.random is None or last is None or self.situations.check == "off"):
+                self._graph_hooks.end_call([x for x in tensors_in(last) if x.requires_grad])
             self._parts.end_call(call, last, self.layer_hooks.batch, self.registry.model)
 
     def _end_call(self, call: Call, output: Any) -> Any:

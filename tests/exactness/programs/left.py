@@ -20,7 +20,7 @@ from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashC
 from opacus_memprof.errors import MemprofError
 from tests.exactness.judge import Batch, Verdict
 from tests.exactness.program import Graph, Program
-from tests.exactness.tensors import norm_of, seed_all
+from tests.exactness.tensors import gradient_of, norm_of, seed_all
 
 Train = Callable[..., Any]
 """Called with the losses, [B], of one backward or of several: backward and step."""
@@ -585,8 +585,10 @@ def _carried(body: Body, build: Callable[[], nn.Module], batches: list[Batch]) -
     return worst
 
 
-def _run(body: Body, build: Callable[[], nn.Module], batches: list[Batch], **options: Any) -> str:
-    """Runs the loop under flash_clip. Returns what the refusal says."""
+def _run(
+    body: Body, build: Callable[[], nn.Module], batches: list[Batch], sums: list[Any] | None = None, **options: Any
+) -> str:
+    """Runs the loop under flash_clip. Returns what the refusal says; `sums` gets the clipped sum of each step."""
     seed_all(0)
     model = build().double()
     state = _state(model)
@@ -604,6 +606,8 @@ def _run(body: Body, build: Callable[[], nn.Module], batches: list[Batch], **opt
         for i, losses in enumerate(parts):
             losses.sum().backward(retain_graph=i + 1 < len(parts))  # type: ignore[no-untyped-call]
         optimizer.step()
+        if sums is not None:
+            sums.append([gradient_of(p) for p in model.parameters()])
         optimizer.zero_grad()
 
     try:

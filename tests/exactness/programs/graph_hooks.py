@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on a graph, and dispatch modes, that a program adds and leaves on where no proof has seen them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from tests.exactness.judge import Batch, Verdict
+from tests.exactness.program import Program
+from tests.exactness.programs.left import _BOUND, Body, Train, _batches, _entropy, _run, _sums_by_hand
+from tests.exactness.tensors import norm_of
+
+Change = Callable[[torch.Tensor], torch.Tensor | None]
+"""What a hook makes of a gradient; None to leave it."""
+
+_STEPS = 7
+"""One more than the first step of which nothing is checked but what every step is."""
+
+
+class _Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.features: Any = None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.features = torch.tanh(self.first(x))
+        return self.last(self.features), self.features
+
+
+class _Hooked(_Features):
+    """Adds the hook in its forward, where proofs see it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(self.first(x))
+        h.register_hook(_halved)  # type: ignore[no-untyped-call]
+        return self.last(h), h
+
+
+def _nodes(h: torch.Tensor) -> list[Any]:
+    """The nodes of the graph that compute tanh."""
+    found, waiting = [], [h.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found += [node] if "Tanh" in node.name() else []
+            waiting += [each for each, _ in node.next_functions]
+    return found
+
+
+def _on_attribute(model: Any, outputs: Any, change: Change) -> None:
+    getattr(model, "_module", model).features.register_hook(change)
+
+
+def _on_inner_output(model: Any, outputs: Any, change: Change) -> None:
+    outputs[1].register_hook(change)
+
+
+def _on_output(model: Any, outputs: Any, change: Change) -> None:
+    outputs[0].register_hook(change)
+
+
+def _on_node(model: Any, outputs: Any, change: Change) -> None:
+    for node in _nodes(outputs[0]):
+        node.register_hook(lambda given, _: tuple(_changed(change, g) for g in given))
+
+
+def _before_node(model: Any, outputs: Any, change: Change) -> None:
+    for node in _nodes(outputs[0]):
+        node.register_prehook(lambda given: tuple(_changed(change, g) for g in given))
+
+
+def _in_place(model: Any, outputs: Any, change: Change) -> None:
+    def hook(given: Any, _: Any) -> None:
+        for g in given:
+            found = change(g)
+            if found is not None:
+                g.copy_(found)
+
+    for node in _nodes(outputs[0]):
+        node.register_hook(hook)
+
+
+def _changed(change: Change, gradient: torch.Tensor) -> torch.Tensor:
+    found = change(gradient)
+    return gradient if found is None else found
+
+
+def _mixed(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient + gradient.mean(0)
+
+
+def _halved(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / 2
+
+
+def _looked_at(gradient: torch.Tensor) -> None:
+    gradient.norm()
+
+
+def _body(add: Callable[[Any, Any, Change], None], change: Change, begins: int) -> Body:
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        outputs = m(b["x"])
+        s.calls = getattr(s, "calls", 0) + 1
+        if s.calls >= begins:
+            add(m, outputs, change)
+        train(_entropy(outputs[0], b))
+
+    return body
+
+
+def _plain(m: Any, b: Batch, train: Train, s: Any) -> None:
+    train(_entropy(m(b["x"])[0], b))
+
+
+# --- modes ---
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class _Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def _entering(kind: Any, leaves: bool) -> Callable[[], nn.Module]:
+    class Entering(_Features):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = torch.tanh(self.first(x))
+            mode = kind()
+            mode.__enter__()
+            out = self.last(h)
+            if leaves:
+                mode.__exit__(None, None, None)
+            return out, h
+
+    return Entering
+
+
+def _between_hooks(kind: Any) -> Callable[[], nn.Module]:
+    """A mode that hooks enter before the model's forward and leave after it."""
+
+    def build() -> nn.Module:
+        model, modes = _Features(), list[Any]()
+
+        def enter(*_: Any) -> None:
+            modes.append(kind())
+            modes[-1].__enter__()
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(lambda *_: modes.pop().__exit__(None, None, None))
+        return model
+
+    return build
+
+
+def _leave_modes() -> None:
+    """Leaves what a model has left on."""
+    while modes := _get_current_dispatch_mode_stack():
+        modes[-1].__exit__(None, None, None)
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+
+
+def _by_hand(body: Body, build: Callable[[], nn.Module], batches: list[Batch], others: int) -> list[Any]:
+    found = _sums_by_hand(body, build, batches, others)
+    _leave_modes()
+    return found
+
+
+def _program(name: str, body: Body, build: Callable[[], nn.Module], sentence: str, mixes: bool = False) -> Program:
+    """A loop that is refused with a sentence, and left as it was, or exact if there is none."""
+
+    def run(seed: int) -> Verdict:
+        batches = (_batches(seed, "") * _STEPS)[:_STEPS]
+        last = batches[-1]
+        other = {**last, "x": last["x"].clone()}
+        other["x"][0] = 1 - 3 * last["x"][0]
+        pair = [_by_hand(body, build, [*batches[:-1], each], int(last["index"][0])) for each in (last, other)]
+        moved = max(norm_of([x - y for x, y in zip(*each, strict=True)]) for each in zip(*pair, strict=True)) / _BOUND
+        if mixes != (moved > 1e-9):
+            return Verdict("crash", moved, f"the last step's sums of other samples move by {moved:.3g} C")
+        sums: list[list[torch.Tensor]] = []
+        message = _run(body, build, batches, sums=sums)
+        _leave_modes()
+        if torch.Tensor.register_hook.__module__ != "torch._tensor":
+            return Verdict("crash", 0.0, "torch.Tensor.register_hook stays replaced")
+        expected = _by_hand(body, build, batches, -1)
+        pairs = zip(sums, expected, strict=False)
+        error = max((norm_of([x - y for x, y in zip(*e, strict=True)]) for e in pairs), default=0.0)
+        if message or error > 1e-6:
+            is_right = bool(message and sentence and sentence in message and error < 1e-6)
+            return Verdict("refused" if is_right else "wrong", error, message)
+        return Verdict("exact", error)
+
+    return Program(f"graph_{name}", build, list, "refused" if sentence else "exact", run=run)
+
+
+_INSIDE = {
+    "attribute": _on_attribute,
+    "inner_output": _on_inner_output,
+    "node": _on_node,
+    "before_node": _before_node,
+    "in_place": _in_place,
+}
+_CHANGES = "changes gradients inside of the model"
+_STAYS = "leaves it on when it ends"
+
+PROGRAMS = [
+    *(_program(f"{n}_mixes_late", _body(a, _mixed, 7), _Features, _CHANGES, True) for n, a in _INSIDE.items()),
+    *(_program(f"{n}_halves_late", _body(a, _halved, 7), _Features, _CHANGES) for n, a in _INSIDE.items()),
+    *(_program(f"{n}_looked_at", _body(a, _looked_at, 1), _Features, "") for n, a in _INSIDE.items()),
+    *(_program(f"output_halves_from_{n}", _body(_on_output, _halved, n), _Features, "") for n in (1, 7)),
+    _program("halves_in_forward", _plain, _Hooked, ""),
+    *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
+    *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),
+    *(_program(f"{k.__name__}_of_hooks", _plain, _between_hooks(k), "") for k in (_Dispatch, _Function)),
+]
