@@ -420,8 +420,8 @@ def _names_in(frame: FrameType) -> dict[str, str]:
     names = {}
     owners = list(_optimizers) or [value for value in values.values() if isinstance(value, Optimizer)]
     trained = {id(parameter) for optimizer in owners for parameter in _parameters(optimizer)}
-    watched = None if owners else forward_shapes.watched_model()
-    trained |= set() if watched is None else set(map(id, watched.parameters()))
+    watched = forward_shapes.watched_model()
+    trained |= set() if watched is None or owners else set(map(id, watched.parameters()))
     for what, kinds in _CALLED.items():
         found = [name for kind in kinds for name, value in values.items() if isinstance(value, kind) and _trains(value)]
         if found:
@@ -430,10 +430,16 @@ def _names_in(frame: FrameType) -> dict[str, str]:
                 found,
                 key=lambda name: (
                     _common_parameters(values[name], trained),
+                    _unwrapped(values[name]) is _unwrapped(watched),  # which has all of them, as a part of it can, too
                     not isinstance(values[name], AbstractGradSampleHooks),
                 ),
             )
     return names
+
+
+def _unwrapped(value: Any) -> Any:
+    """Returns the module that one of Opacus' wraps, and anything else as it is."""
+    return value._module if isinstance(value, AbstractGradSampleHooks) and isinstance(value, nn.Module) else value
 
 
 def _named_values(frame: FrameType) -> dict[str, Any]:

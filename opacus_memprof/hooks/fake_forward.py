@@ -47,14 +47,26 @@ class TensorShape:
         is_batch = bool(self.shape) and self.shape[0] == samples
         return replace(self, shape=torch.Size((number, *self.shape[1:]))) if is_batch else self
 
+    def in_type(self, dtype: torch.dtype | None) -> "TensorShape":
+        """Returns the shape with another floating-point type, if it has one and `dtype` is given."""
+        return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
+
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a forward pass, as the leaves of a pytree with shapes for tensors, and its autocast contexts."""
+    """A forward pass: its arguments, as the leaves of a pytree with shapes for tensors, and its state.
+
+    Attributes:
+        autocast: its contexts.
+        training: of each module, whether it is in training mode.
+        dtype: of floating-point parameters and buffers, if it is another one than theirs.
+    """
 
     leaves: Sequence[Any]
     structure: Any
     autocast: Sequence[torch.autocast]
+    training: Sequence[bool]
+    dtype: torch.dtype | None = None
 
 
 def shape_of(tensor: Tensor) -> TensorShape:
@@ -71,6 +83,7 @@ class FakeForward:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self._named = [(name, weakref.ref(module)) for name, module in named]
         self._call: Call | None = None
+        self._found: tuple[Call, frozenset[str], WholeForward | None] | None = None  # what `run` has returned last
 
     def record_inputs(self, inputs: tuple[Any, Any]) -> None:
         """Records the shapes of a forward pass's positional and keyword arguments, and whether autocast is enabled.
@@ -86,7 +99,8 @@ class FakeForward:
             if torch.is_autocast_enabled(device)
         ]
         shapes = [shape_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._call = Call(shapes, structure, autocast) if plain else None
+        training = [module is not None and module.training for module in (each() for _, each in self._named)]
+        self._call = Call(shapes, structure, autocast, training) if plain else None
 
     def run(self, layers: Iterable[str], *, captures: bool) -> WholeForward | None:
         """Repeats the whole forward pass without values, and returns the tensors that it keeps for backward.
@@ -97,7 +111,12 @@ class FakeForward:
             layers: the names of the modules whose parameters are trained.
             captures: whether Opacus captures their inputs.
         """
-        return None if self._call is None else self._repeat(_run, self._call, frozenset(layers), captures)
+        call, trained = self._call, frozenset(layers)
+        if call is None:
+            return None
+        if self._found is None or self._found[0] is not call or self._found[1] != trained:
+            self._found = call, trained, self._repeat(_run, call, trained, captures)
+        return self._found[2]
 
     def mixes_samples(self, samples: int) -> bool:
         """Returns whether the pass makes a matrix of samples by samples, as a contrastive loss does.
@@ -118,6 +137,20 @@ class FakeForward:
                 return False
             results.append([{i for i, size in enumerate(shape) if size == number} for shape in shapes])
         return any(len(one & other) > 1 for one, other in zip(*results, strict=False))
+
+    def runs_in(self, dtype: str) -> bool:
+        """Returns whether the pass runs with parameters and inputs of another floating-point type, such as "bfloat16".
+
+        It does not if the model makes float32 tensors itself and multiplies them with its weights, as some embeddings
+        of time steps are. True if the pass cannot be repeated at all, so that nothing is known.
+        """
+        call = self._call
+        if call is None or self._repeat(_shapes, call) is None:
+            return True
+        leaves = [
+            leaf.in_type(getattr(torch, dtype)) if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves
+        ]
+        return self._repeat(_shapes, replace(call, leaves=leaves, dtype=getattr(torch, dtype))) is not None
 
     def _repeat(self, function: Callable[..., T], *args: Any) -> T | None:
         """Returns the result of a function of the named modules and `args` that repeats the pass; None if it cannot."""
@@ -167,6 +200,9 @@ class _ShapeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        types_of = {each.dtype for each in args if isinstance(each, Tensor) and each.is_floating_point()}
+        if func in _OF_ONE_TYPE and len(types_of) > 1:  # fake tensors are multiplied all the same
+            raise TypeError(f"{func} of {types_of}")
         result = func(*args, **(kwargs or {}))
         self.shapes += [tensor.shape for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         return result
@@ -177,7 +213,7 @@ def _shapes(named: Sequence[tuple[str, nn.Module]], call: Call) -> list[torch.Si
     with FakeTensorMode() as fake, torch.no_grad(), ExitStack() as stack:
         for context in call.autocast:
             stack.enter_context(context)
-        model, _ = _copy(named, fake)
+        model, _ = _copy(named, fake, call)
         leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.structure)
         with recorder:
@@ -189,7 +225,7 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
     with FakeTensorMode() as fake, ExitStack() as stack:
         for context in call.autocast:
             stack.enter_context(context)
-        model, copies = _copy(named, fake)
+        model, copies = _copy(named, fake, call)
         leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
         excluded = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         recorder = _Recorder(excluded, layers, captures)
@@ -237,8 +273,8 @@ def _checkpoints(recorder: "_Recorder") -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple[nn.Module, list[Any]]:
-    """Returns a copy of the model with fake tensors and without hooks, and its named modules."""
+def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode, call: Call) -> tuple[nn.Module, list[Any]]:
+    """Returns a copy of the model with fake tensors and without hooks, and its named modules, in the call's state."""
     memo: dict[int, Any] = {}
     for _, module in named:
         for key, value in vars(module).items():
@@ -246,18 +282,24 @@ def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode) -> tuple
                 memo[id(value)] = type(value)()
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(shape_of(parameter).make(), parameter.requires_grad)
+                memo[id(parameter)] = nn.Parameter(
+                    shape_of(parameter).in_type(call.dtype).make(), parameter.requires_grad
+                )
     with FakeCopyMode(fake):
         model = copy.deepcopy(named[0][1], memo)
     copies = [(name, memo[id(module)]) for name, module in named]
-    for _, module in copies:
+    for (_, module), trains in zip(copies, call.training, strict=True):
         remove_scoped_forwards(module)
+        module.training = trains
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(shape_of(buffer).in_type(call.dtype).dtype)
     return model, copies
 
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)  # as of queries and keys
 _PRODUCTS = (*_BATCHED_PRODUCTS, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OF_ONE_TYPE = (*_PRODUCTS, torch.ops.aten.linear.default, torch.ops.aten.convolution.default)
 
 
 @dataclass

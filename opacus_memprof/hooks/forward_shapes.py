@@ -91,6 +91,7 @@ def watch_model(
     _watched = WatchedModel(weakref.ref(root), modules, FakeForward(named))
     attachment.on_detach(partial(_unwatch, _watched))
     shapes.mixes_samples = cache(_watched.mixes_samples)
+    shapes.runs_in = cache(_watched.forward.runs_in)
     shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
 
 

@@ -285,7 +285,8 @@ def main() -> None:
         virtual_gpu.start(configuration.gpu, memory=configuration.memory, count=gpus)
         if ranks > 1:
             virtual_gpu.simulate_rank(0, ranks, gpus=gpus)
-        ProgramRecording(ProfileDirectory(directory / PROFILE_OF_RUN), "cuda", DEFAULT_MAX_EVENTS).record(running)
+        of_run = ProfileDirectory(directory / PROFILE_OF_RUN)
+        ProgramRecording(of_run, "cuda", DEFAULT_MAX_EVENTS, improves=False).record(running)
     except MemprofError as error:
         data.refused = str(error)
         sys.exit(error.exit_code)

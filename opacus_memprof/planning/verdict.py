@@ -18,6 +18,7 @@ LARGEST_MEMORY = 2**40  # the most that a virtual GPU can have; shows the peak o
 _MOST_ADVICE = 4
 _IN_MAKE_PRIVATE = {"checkpoint", "dtype", "optimizer"}
 """Changes that need an edit, and that a run applies to what the program gives to make_private."""
+_NO_ANSWER = ("failed", "killed")  # states of a run that shows nothing about memory
 _EXACT = 0.98  # memory below this part of what is needed is known not to suffice
 _MIB = 2**20  # to which the memory of cards is rounded up
 
@@ -89,7 +90,7 @@ def check_run(program: PlannedProgram, run: VirtualRun) -> None:
         MemprofError: the program failed, used no GPU, or ended before it had trained a step.
     """
     log = Path(run.directory) / LOG
-    if run.status in ("failed", "killed"):
+    if run.status in _NO_ANSWER:
         ended = "failed" if run.status == "failed" else "was killed"
         reason = run.error or run.last_line() or "it printed nothing"
         raise MemprofError(f"{program.name} {ended} on the virtual GPU ({reason}): see {log}")
@@ -128,7 +129,7 @@ def judge(runs: PlannedRuns, configuration: PlannedConfiguration, mode_argument:
     for suggestion, applied in zip(suggestions, changed, strict=True):
         result = None if applied is None else next(results)
         failure = ""
-        if result is not None and (result.status in ("failed", "killed") or not result.requested):
+        if result is not None and (result.status in _NO_ANSWER or not result.requested):
             failure = result.error or result.last_line() or "it used no GPU"
         predicted = suggestion["predicted_peak_bytes"]
         advice.append(Advice(suggestion["title"], suggestion["code"], predicted, result, failure, applied))
@@ -154,7 +155,8 @@ def least_memory(runs: PlannedRuns, configuration: PlannedConfiguration, run: Vi
 
     Returns:
         Bytes with which a run fits, while one with _EXACT of them does not. Below the least that a virtual GPU can
-        have, it is what the run took.
+        have, it is what the run took. If a run fails for another reason, or is killed, it shows nothing about memory:
+        then it is the least with which one has fitted.
     """
     base = GPUS[configuration.gpu].context_memory
     least = smallest_memory(configuration.gpu)
@@ -169,9 +171,12 @@ def least_memory(runs: PlannedRuns, configuration: PlannedConfiguration, run: Vi
         if not sizes:  # less than a MiB is left between them
             break
         tried = runs.all([replace(configuration, memory=size) for size in sizes])
-        low = max([low, *(size for size, each in zip(sizes, tried, strict=True) if not each.fits)])
+        ended = [(size, each) for size, each in zip(sizes, tried, strict=True) if each.status not in _NO_ANSWER]
+        low = max([low, *(size for size, each in ended if not each.fits)])
         fitting = [(size, each) for size, each in zip(sizes, tried, strict=True) if each.fits and size > low]
         high, run = min(fitting, default=(high, run), key=lambda found: found[0])
+        if len(ended) < len(tried):
+            return high
     return min(high, _taken(run)) if high == least and not run.retries else high
 
 

@@ -272,6 +272,8 @@ class TrainingShapes:
         flash_clip_refusal: the reason why flash_clip cannot clip the model; None if it can.
         mixes_samples: whether the forward pass makes a matrix of samples by samples, as a contrastive loss does: then
             there are no per-sample gradients, which flash_clip refuses.
+        runs_in: a function that returns whether the forward pass runs with parameters and inputs of a type such as
+            "bfloat16".
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
         untrained_gradients: a function that returns the bytes of gradients that a backward pass gives to models that no
             optimizer trains, such as a reference model whose calls record graphs, without those of earlier steps.
@@ -307,6 +309,7 @@ class TrainingShapes:
     has_bfloat16: bool = True
     flash_clip_refusal: Callable[[], str | None] = lambda: "no model is followed"
     mixes_samples: Callable[[], bool] = lambda: False
+    runs_in: Callable[[str], bool] = lambda dtype: True
     whole_forward: Callable[[], WholeForward | None] = lambda: None
     untrained_gradients: Callable[[], int] = lambda: 0
     program: Program = Program()

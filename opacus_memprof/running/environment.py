@@ -105,7 +105,7 @@ def _devices(torch: Any) -> list[Check]:
             for index, device in enumerate(properties)
         ]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = f"CUDA_VISIBLE_DEVICES={hidden} leaves none" if hidden is not None else "torch finds none"
+    why = f'CUDA_VISIBLE_DEVICES="{hidden}" leaves none' if hidden is not None else "torch finds none"
     return [Check("GPUs", "; ".join([why, *(_sentence(warning.message) for warning in caught)]), "note")]
 
 

@@ -48,13 +48,24 @@ class ProgramRecording:
         device: "auto", "cuda" or "cpu".
         max_events: see `opacus_memprof.profile`.
         address: where fsspec copies the profile of each rank at the end, if given.
+        improves: whether the profile names changes that lower the peak; these are computed from another forward pass,
+            without memory, of the program's model.
     """
 
-    def __init__(self, directory: ProfileDirectory, device: str, max_events: int, address: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: ProfileDirectory,
+        device: str,
+        max_events: int,
+        address: str | None = None,
+        *,
+        improves: bool = True,
+    ) -> None:
         self._directory = directory
         self._device = device
         self._max_events = max_events
         self._address = address
+        self._improves = improves
         self._session: Session | None = None
         self._torch_imported = False
         self._start_error: MemprofError | None = None  # why the session could not start
@@ -79,8 +90,10 @@ class ProgramRecording:
             record_started_ranks(self._directory.path, self._device, self._max_events)
         try:
             program.run()
+            self._look_back()
         except SystemExit as error:
             self._error = error
+            self._look_back()
             raise
         except BaseException as error:
             if self._start_error is not None:
@@ -114,6 +127,15 @@ class ProgramRecording:
         self._error = error
         if self._session is not None and not isinstance(error, SystemExit):
             self._session.explain(error)
+
+    def _look_back(self) -> None:
+        """Repeats the model's forward pass while it can be: fake tensors cannot be used when Python exits."""
+        if self._session is not None and self._improves:
+            from opacus_memprof.recording import observations
+            from opacus_memprof.recording.faults import contain
+
+            with contain("repeating the forward pass"):
+                observations.layer_shapes().whole_forward()
 
     # --- begin of the recording ---
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Analyzes the memory of a model's parameters, buffers and gradients. Sizes in MB of 2**20 bytes."""
 
+import sys
 from typing import Any, TypedDict
 
 import torch
@@ -79,6 +80,11 @@ def analyze_model(model: nn.Module, name: str = "model") -> ModelAnalysis:
         MemprofError: `model` is not an nn.Module.
     """
     analysis = analyze(model, name)
+    session = sys.modules.get("opacus_memprof.session")  # which needs the extension
+    if session is not None and session.current() is not None:  # it attributes a model, even if nothing ever trains it
+        from opacus_memprof.hooks import search_owners
+
+        search_owners()
     LOGGER.info(tr("model analysis: {name}", name=name))
     LOGGER.info(tr("  total parameters: {total:,}", total=analysis["total"]))
     LOGGER.info(tr("  trainable parameters: {trainable:,}", trainable=analysis["trainable"]))

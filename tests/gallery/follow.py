@@ -67,7 +67,7 @@ def _after_imports(script: str, imports: list[str]) -> str:
 
 def _before_training(script: str, code: list[str]) -> Edited:
     """Before the statement that makes the optimizer, and so after the model is made; lines for a batch in the loop."""
-    batch = [line for line in code if line.endswith("# each batch of inputs")]
+    batch = [line for line in code if "# what the model is called with" in line]
     script = _with_each_batch(script, batch)[0] if batch else script
     code = [line for line in code if line not in batch]
     return _insert(script, code, r"^( *)\w+ = [\w.]*(SGD|Adam|AdamW|RMSprop)\("), {}

@@ -24,13 +24,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad", "loss_inside"])
+@pytest.mark.parametrize(
+    "name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad", "layer_without_rule", "loss_inside"]
+)
 def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
-    first = _improvements(script, tmp_path)[0]
-    assert first["title"] == FLASH_CLIP
-    changed, _ = follow(script, {"actions": [{"kind": "grad_sample_mode"}], "code": first["code"]})
-    _expect(first, changed, tmp_path)
+    (found,) = (each for each in _improvements(script, tmp_path) if each["title"] == FLASH_CLIP)
+    changed, _ = follow(script, {"actions": [{"kind": "grad_sample_mode"}], "code": found["code"]})
+    _expect(found, changed, tmp_path)
 
 
 def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed(tmp_path: Path) -> None:
@@ -67,11 +68,13 @@ def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(t
 
 def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Path) -> None:
     script = (SCRIPTS / "graph_attention.py").read_text()
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    device = _device_of(script, tmp_path)
+    actual = device["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 7 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     assert report["batch"]["unit"] == "node"
-    assert not any("fused attention" in each["title"] for each in report["suggestions"])  # its scores are sums
+    offered = [each["title"] for each in (*report["suggestions"], *device["improvements"])]
+    assert not any("fused attention" in title for title in offered)  # its scores are sums
     (smaller,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "batch_size")
     assert smaller["title"].startswith("a subgraph of ")
 
@@ -85,6 +88,14 @@ def test_checkpoints_of_the_program_are_known_where_it_runs_out(tmp_path: Path) 
     assert not any("checkpoint" in title for title in suggestions)
     changed, _ = follow(script, suggestions[FLASH_CLIP])
     _expect(suggestions[FLASH_CLIP], changed, tmp_path)
+
+
+def test_checkpoints_recompute_frozen_layers_behind_adapters(tmp_path: Path) -> None:
+    script = (SCRIPTS / "adapters_in_attention.py").read_text()
+    report = _oom_report(script, 350 << 20, tmp_path)
+    (found,) = (each for each in report["suggestions"] if [a["kind"] for a in each["actions"]] == ["checkpoint"])
+    changed, _ = follow(script, found)
+    _expect(found, changed, tmp_path)
 
 
 def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Path) -> None:

@@ -133,6 +133,38 @@ def test_what_cannot_be_repeated(inputs: Any) -> None:
     assert forward.run((), captures=False) is None
 
 
+class TimeEmbedding(nn.Module):
+    """Makes float32 features of integers itself, and multiplies them with its weights."""
+
+    def __init__(self, *, casts: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.casts = nn.Linear(8, 8), nn.BatchNorm1d(8), casts
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        features = t[:, None].float() * torch.linspace(0, 1, 8)
+        features = features.to(self.linear.weight.dtype) if self.casts else features
+        return self.norm(self.linear(features)) + x
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_another_data_type_is_tried_without_memory(casts: bool) -> None:
+    model, x, t = TimeEmbedding(casts=casts), torch.randn(2, 8), torch.arange(2)
+    forward = FakeForward(list(model.named_modules()))
+    assert forward.runs_in("bfloat16"), "nothing is known before the first forward pass"
+    forward.record_inputs(((x, t), {}))
+    found = forward.runs_in("bfloat16")
+    assert forward.runs_in("float32")
+    assert model.linear.weight.dtype == torch.float32
+    try:
+        copy.deepcopy(model).to(torch.bfloat16)(x.bfloat16(), t)
+    except RuntimeError:
+        assert not found
+        assert not casts
+    else:
+        assert found
+        assert casts
+
+
 def test_one_of_several_ranks_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its collectives would wait for the other ranks."""
     model = Transformer(TEXT)
@@ -140,6 +172,7 @@ def test_one_of_several_ranks_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -
     forward.record_inputs(((torch.zeros(2, 16, dtype=torch.long),), {}))
     assert forward.run((), captures=False) is not None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    forward.record_inputs(((torch.zeros(2, 16, dtype=torch.long),), {}))
     assert forward.run((), captures=False) is None
 
 

@@ -166,6 +166,19 @@ def test_a_model_is_counted() -> None:
         opacus_memprof.analyze_model([])  # type: ignore[arg-type]
 
 
+def test_a_model_that_is_only_analyzed_is_attributed(tmp_path: Path) -> None:
+    with opacus_memprof.profile(tmp_path / "out", device="cpu") as session:
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024))
+        opacus_memprof.analyze_model(model)
+        with torch.no_grad():
+            model(torch.ones(4, 1024))
+    assert session.result is not None
+    held = session.result.devices["cpu"].peak.modules
+    assert held["0"]["model_parameters"] == (1024 * 1024 + 1024) * 4
+    assert held["1"]["model_parameters"] == 2 * 1024 * 4
+    assert held["1"]["buffers"] == 2 * 1024 * 4 + 8
+
+
 def test_per_sample_gradients_are_counted() -> None:
     from opacus import GradSampleModule
 

@@ -18,6 +18,7 @@ import torch
 import typer
 
 from opacus_memprof.cli.profile import doctor
+from opacus_memprof.language import in_language, tr_sentence
 from opacus_memprof.running.environment import Check, examine
 from opacus_memprof.versions import LOWEST_OPACUS, TORCH_MINORS
 from opacus_memprof.virtual_gpu import requirements
@@ -207,7 +208,7 @@ def test_a_driver_of_an_older_major_version_is_too_old(machine: Machine, driver:
 def test_hidden_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.modules["torch"] = fake_torch(gpus=0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert check_of("GPUs").found == "CUDA_VISIBLE_DEVICES= leaves none"
+    assert check_of("GPUs").found == 'CUDA_VISIBLE_DEVICES="" leaves none'
 
 
 def test_gpus_that_fail(machine: Machine) -> None:
@@ -325,3 +326,9 @@ def test_this_machine(tmp_path: Path) -> None:
     if torch.version.cuda is not None and sys.platform == "linux":
         assert "virtual GPU     works here" in ran.stdout
     assert ran.stdout.endswith("opacus-memprof can profile here.\n")
+
+
+def test_the_doctor_speaks_of_gpus_in_chinese() -> None:
+    with in_language("zh"):
+        said = [tr_sentence("GPUs"), tr_sentence('CUDA_VISIBLE_DEVICES="" leaves none')]
+    assert said == ["GPU", 'CUDA_VISIBLE_DEVICES="" 没有留下任何 GPU']

@@ -70,6 +70,13 @@ def test_without_events_the_profiles_own_timeline_is_drawn(trained: tuple[Path, 
         for name, differences in timeline["categories"]:
             assert list(accumulate(differences)) == given["categories"][name]
         assert timeline["events_a_row"] == -(-len(live) // 2000)
+        begins = [
+            row for row, phase in enumerate(given["phase"]) if given["phase"][max(row - 1, 0)] != phase or not row
+        ]
+        runs = timeline["phase_runs"]
+        assert list(accumulate(runs["event"])) == [given["event"][row] for row in begins]
+        assert list(accumulate(runs["time_ns"])) == [given["time_ns"][row] for row in begins]
+        assert [timeline["phases"][phase] for phase in runs["phase"]] == [given["phase"][row] for row in begins]
 
 
 def test_the_largest_profiles_stay_within_the_bound(trained: tuple[Path, Profile, np.ndarray]) -> None:

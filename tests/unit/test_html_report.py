@@ -23,6 +23,12 @@ from opacus_memprof.reports.figures import category_color
 from opacus_memprof.reports.html.report_page import build_html, write_html
 
 Open = Callable[..., Opened]
+_COLOR_OF = """(color) => {
+    document.body.appendChild(Object.assign(document.createElement("i"), {id: "probe"})).style.color = color;
+    const found = getComputedStyle(document.getElementById("probe")).color;
+    document.getElementById("probe").remove();
+    return found;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +186,42 @@ def test_a_million_events(open_page: Open, tmp_path: Path) -> None:
     )
 
 
-def _pixels(report: Opened, x: float, y: float) -> list[list[int]]:
-    """The colours of seven pixels side by side, around a place in the chart from its left and its top, in shares."""
+def test_phases_that_take_little_memory_are_drawn_for_as_long_as_they_last(open_page: Open, tmp_path: Path) -> None:
+    """Of ten events two are the highest, in backward, and eight are of noise: several share a pixel."""
+    file = EventFile()
+    for _ in range(1200):
+        file.add("alloc", 0x1000, 2**30, "activations", phase="backward").add("free", 0x1000, 2**30, phase="backward")
+        for _ in range(4):
+            file.add("alloc", 0x2000, 2**10, "noise", phase="noise").add("free", 0x2000, 2**10, phase="noise")
+    profile = build_profile(file.write(tmp_path), status="finished", exit_code=0)
+    write_html(view_profile(profile, tmp_path), tmp_path / "report.html")
+    report = open_page(tmp_path / "report.html")
+    noise, backward = (
+        [int(part) for part in re.findall(r"\d+", report.page.evaluate(_COLOR_OF, f"var(--phase-{phase})"))]
+        for phase in ("noise", "backward")
+    )
+    drawn = _pixels(report, 0.5, 1, below=10)
+    for channel in range(3):
+        mean = sum(pixel[channel] for pixel in drawn) / len(drawn)
+        assert mean == pytest.approx(0.8 * noise[channel] + 0.2 * backward[channel], abs=12)
+
+
+def _pixels(report: Opened, x: float, y: float, below: int = 0) -> list[list[int]]:
+    """The colours of seven pixels side by side, around a place in the chart from its left and its top, in shares.
+
+    Args:
+        report: the page.
+        x: the place, from the left.
+        y: the place, from the top.
+        below: pixels below it.
+    """
     found: list[list[int]] = report.page.locator(".chart canvas").evaluate(
-        """(canvas, [x, y]) => {
+        """(canvas, [x, y, below]) => {
             const [left, top] = [72 + x * (canvas.width - 72 - 12), 22 + y * (canvas.height - 22 - 40)].map(Math.round);
-            const data = [...canvas.getContext("2d").getImageData(left - 3, top, 7, 1).data];
+            const data = [...canvas.getContext("2d").getImageData(left - 3, top + below, 7, 1).data];
             return Array.from({length: 7}, (_, pixel) => data.slice(4 * pixel, 4 * pixel + 3));
         }""",
-        [x, y],
+        [x, y, below],
     )
     return found
 

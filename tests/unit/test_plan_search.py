@@ -506,6 +506,30 @@ def test_a_small_program_needs_its_context_and_what_it_reserves() -> None:
     assert least_memory(runs, configuration, run) == 302 * 2**20
 
 
+@pytest.mark.parametrize("status", ["failed", "killed"])
+def test_a_run_that_fails_for_another_reason_is_no_proof_that_more_memory_is_needed(status: str) -> None:
+    """The program needs 9000 MiB. Below 12 000 it refuses to run, as programs do that look at the card's memory."""
+    context = GPUS["h200"].context_memory
+
+    def run(memory: int) -> SimpleNamespace:
+        about = {"steps": 2, "requested": 8000 * _MIB, "context": context, "directory": "", "retries": 1}
+        ends = {"fits": memory >= 12_000 * _MIB, "status": "finished" if memory >= 12_000 * _MIB else status}
+        return SimpleNamespace(**about, **ends, reserved=memory - context)
+
+    tried: list[int] = []
+
+    def run_all(asked: list[PlannedConfiguration]) -> list[SimpleNamespace]:
+        tried.extend(map(memory_of, asked))
+        return [run(memory_of(each)) for each in asked]
+
+    runs: Any = SimpleNamespace(workers=1, all=run_all)
+    configuration = PlannedConfiguration(PlannedProgram("train.py"), "h200", 40_000 * _MIB)
+    large: Any = run(40_000 * _MIB)
+    needed = least_memory(runs, configuration, large)
+    assert needed == min(size for size in (*tried, 40_000 * _MIB) if size >= 12_000 * _MIB)
+    assert len([size for size in tried if size < 12_000 * _MIB]) == 1
+
+
 @pytest.mark.parametrize(("more", "kind"), [(0, "l4"), (1, "rtx4090")])
 def test_another_kind_is_predicted_with_its_own_context(more: int, kind: str) -> None:
     """What an L4 has beyond its context: an A10 has a little less, and the context of an H200 is larger."""

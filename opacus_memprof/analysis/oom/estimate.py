@@ -46,7 +46,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         largest_blocks |= {module: largest_blocks.get(module, 0) * samples // stray for module in left_behind}
     seen = {name: _with_samples(forward, samples) for name, forward in shapes.forwards.items()}
     in_first_forward = failure.phase == "forward" and not history.step_peaks
-    trains = in_first_forward or (shapes.evaluation is None and failure.requested)  # not the peak of a run that ended
+    trains = in_first_forward or shapes.evaluation is None
     whole = shapes.whole_forward() if trains else None
     if whole is not None and not in_first_forward and any(forward.calls > 1 for forward in whole.forwards.values()):
         whole = None  # a recurrent cell: its calls release their activations in turn
@@ -232,8 +232,9 @@ def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -
     for block in whole.blocks:
         layer, size = block.layer, 0 if block.is_output else int(times * block.bytes)
         if layer is None:
-            saved.tail += 0 if block.is_softmax else size
-            saved.loss += size if block.is_softmax else 0
+            of_loss = block.is_softmax and not block.is_attention
+            saved.tail += 0 if of_loss else size
+            saved.loss += size if of_loss else 0
             continue
         sizes = saved.own if layer == block.module else saved.before
         sizes[layer] = sizes.get(layer, 0) + size

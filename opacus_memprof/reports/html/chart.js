@@ -37,7 +37,7 @@ function drawChart(canvas, view, marks) {
   drawStack(context, area, view, picked, scale.y);
   drawGaps(context, area, view, scale, colors);
   drawSteps(context, area, view, picked, scale, colors);
-  drawPhases(context, area, view, picked);
+  drawPhases(context, area, view, scale);
   drawAxis(context, area, view, scale, colors);
   drawMarks(context, area, view, scale, marks, colors);
   return { area, scale, picked };
@@ -129,18 +129,19 @@ function drawSteps(context, area, view, picked, scale, colors) {
   }
 }
 
-function drawPhases(context, area, view, picked) {
-  const { phaseOf } = view.timeline;
-  for (const { row, from, to } of runs(picked, area.width, (a, b) => phaseOf(a) === phaseOf(b))) {
-    const phase = phaseOf(row);
-    context.fillStyle = themeColor(`--phase-${phase}`);
-    context.fillRect(area.left + from, area.bottom + 3, to - from, PHASE_HEIGHT);
+function drawPhases(context, area, view, scale) {
+  const colors = new Map();
+  for (const { phase, from, to } of view.phases()) {
+    if (!colors.has(phase)) colors.set(phase, themeColor(`--phase-${phase}`));
+    const [left, right] = [scale.x(from), scale.x(to)];
+    context.fillStyle = colors.get(phase);
+    context.fillRect(left, area.bottom + 3, right - left, PHASE_HEIGHT);
     const label = words(phase);
-    if (to - from < context.measureText(label).width + 10) continue;
+    if (right - left < context.measureText(label).width + 10) continue;
     context.fillStyle = themeColor("--phase-text");
     context.textAlign = "left";
     context.textBaseline = "middle";
-    context.fillText(label, area.left + from + 5, area.bottom + 4 + PHASE_HEIGHT / 2);
+    context.fillText(label, left + 5, area.bottom + 4 + PHASE_HEIGHT / 2);
   }
 }
 

@@ -37,6 +37,11 @@ function readTimeline(encoded) {
     step: accumulated(encoded.step),
     logicalStep: accumulated(encoded.logical_step),
     phaseOf: (row) => encoded.phases[phase[row]],
+    phaseRuns: {
+      event: accumulated(encoded.phase_runs.event),
+      time: accumulated(encoded.phase_runs.time_ns),
+      phase: encoded.phase_runs.phase.map((index) => encoded.phases[index]),
+    },
     endOfFirstProof: endOfFirstProof(phase.map((index) => encoded.phases[index]), accumulated(encoded.step)),
     categories: [...COLORS.keys()].filter((name) => sizes.has(name)).map((name) => ({ name, sizes: sizes.get(name) })),
   };

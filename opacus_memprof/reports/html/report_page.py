@@ -234,7 +234,7 @@ def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
     if points < TIMELINE_POINTS:
         group_size = -(-TIMELINE_POINTS // max(points, 1))
         return {
-            name: _encode(timeline.thinned(group_size), group_size * events_per_row)
+            name: _encode(timeline.thinned(group_size), group_size * events_per_row, timeline)
             for name, timeline in timelines.items()
         }
     if view.directory is None or profile.status == "running" or min(points, events) <= TIMELINE_POINTS:
@@ -246,19 +246,34 @@ def _timelines(view: ProfileView, max_bytes: int) -> dict[str, dict[str, Any]]:
     return {name: _encode(fine[name], -(-events // points)) if name in fine else coarse[name] for name in coarse}
 
 
-def _encode(timeline: Timeline, events_per_row: int) -> dict[str, Any]:
+def _encode(timeline: Timeline, events_per_row: int, whole: Timeline | None = None) -> dict[str, Any]:
     """Returns a timeline with each column as differences from row to row, which are mostly 0.
 
-    A row shows the event with the most live bytes of each `events_per_row` events.
+    A row shows the event with the most live bytes of each `events_per_row` events. Such an event is hardly ever in a
+    phase that takes little memory, such as noise: where phases begin is taken from `whole`, which has more rows.
     """
-    phases = list(dict.fromkeys(timeline.phase))
+    whole = timeline if whole is None else whole
+    phases = list(dict.fromkeys(whole.phase))
+    begins = [row for row, phase in enumerate(whole.phase) if not row or phase != whole.phase[row - 1]]
+    begins = _longest_runs(begins, len(whole.phase), 2 * len(timeline.phase))
     return {
         **{key: _differences(timeline[key]) for key in ("event", "time_ns", "step", "logical_step")},
         "events_a_row": events_per_row,
         "phases": phases,
         "phase": _differences([phases.index(phase) for phase in timeline.phase]),
+        "phase_runs": {
+            **{key: _differences([whole[key][row] for row in begins]) for key in ("event", "time_ns")},
+            "phase": [phases.index(whole.phase[row]) for row in begins],
+        },
         "categories": [[name, _differences(sizes)] for name, sizes in timeline.categories.items()],
     }
+
+
+def _longest_runs(begins: Sequence[int], end: int, most: int) -> list[int]:
+    """Returns at most `most` of the rows at which runs begin: of each group of neighbours, the longest run's."""
+    lengths = dict(zip(begins, (after - before for before, after in pairwise([*begins, end])), strict=True))
+    size = -(-len(begins) // max(most, 1)) or 1
+    return [max(begins[first : first + size], key=lengths.__getitem__) for first in range(0, len(begins), size)]
 
 
 def _differences(values: Sequence[int]) -> list[int]:

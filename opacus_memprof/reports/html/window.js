@@ -13,6 +13,8 @@ class TimelineWindow {
     this.ends = end;
     this.gaps = gaps;
     this.places = { event: timeline.event.map((event) => event - missingBefore(gaps, event)), time: timeline.time };
+    const { event, time } = timeline.phaseRuns;
+    this.phasePlaces = { event: event.map((each) => each - missingBefore(gaps, each)), time };
     this.hidden = new Set();
     this.measure("event");
     this.count();
@@ -91,6 +93,17 @@ class TimelineWindow {
       else high = middle - 1;
     }
     return low;
+  }
+
+  /** The phases in view, each from a place to a place. */
+  phases() {
+    const at = this.phasePlaces[this.unit];
+    const runs = this.timeline.phaseRuns.phase.map((phase, run) => ({
+      phase,
+      from: Math.max(at[run], this.from),
+      to: Math.min(at[run + 1] ?? this.last, this.to),
+    }));
+    return runs.filter(({ from, to }) => from < to);
   }
 
   /** For `width` pixels from `from` to `to`: [{pixel, row}], of the rows that share a pixel the highest. */

@@ -23,8 +23,8 @@ class Experts(nn.Module):
 class Texts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(2000, 128)
-        self.first, self.second = Experts(4, 128, 512), Experts(4, 128, 512)
+        self.words = nn.Embedding(6000, 128)
+        self.first, self.second = Experts(8, 128, 256), Experts(8, 128, 256)
         self.classify = nn.Linear(128, 8)
 
     def forward(self, ids):
@@ -35,7 +35,7 @@ class Texts(nn.Module):
 
 texts = Texts().cuda()
 optimizer = torch.optim.RMSprop(texts.parameters())
-loader = DataLoader(TensorDataset(torch.randint(2000, (192, 64)), torch.randint(8, (192,))), batch_size=64)
+loader = DataLoader(TensorDataset(torch.randint(6000, (192, 16)), torch.randint(8, (192,))), batch_size=64)
 texts, optimizer, loader = PrivacyEngine().make_private(
     module=texts,
     optimizer=optimizer,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suggests changes of the training itself, such as checkpointing or another data type, alone and combined."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
 
@@ -22,6 +22,7 @@ from opacus_memprof.analysis.oom.advice.suggestion import (
 from opacus_memprof.analysis.oom.layers import Layer, repeated_units
 from opacus_memprof.analysis.oom.predict import Case
 from opacus_memprof.analysis.oom.step import Instant, Step
+from opacus_memprof.profiles.layer_shapes import KeptBlock, LayerShape
 from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
@@ -126,6 +127,11 @@ def checkpoints(case: Case, step: Step) -> Change | None:
     activations = {prefix: sum(layer.activations for layer in layers) for prefix, layers in inside.items()}
     if not activations or step.recomputed:
         return None
+    behind = _behind_the_last_layers(case, step, inside)
+    of_others: dict[str | None, int] = {}  # what units before a layer have made, and count for the layer
+    for blocks in behind.values():
+        for block in blocks:
+            of_others[block.layer] = of_others.get(block.layer, 0) + block.bytes
 
     def apply(changed: Step) -> Step:
         by_name = {layer.name: layer for layer in changed.layers}
@@ -134,13 +140,23 @@ def checkpoints(case: Case, step: Step) -> Change | None:
         for layers in inside.values():
             unit = [by_name[layer.name] for layer in layers]
             kept |= {layer.name: unit[0].forward.input_bytes if layer is unit[0] else 0 for layer in unit}
-            sums = accumulate(layer.activations for layer in unit)
+            sums = accumulate(max(layer.activations - of_others.get(layer.name, 0), 0) for layer in unit)
             recomputed |= {layer.name: size for layer, size in zip(unit, sums, strict=True)}
         layers = [
-            replace(each, activations=kept[each.name], saved_before=0) if each.name in kept else each
+            replace(each, activations=kept[each.name], saved_before=0)
+            if each.name in kept
+            else _without(each, of_others.get(each.name, 0))
             for each in changed.layers
         ]
-        return changed.with_changes(layers=tuple(layers), recomputed=recomputed, forward_peak=0, product_peak=0)
+        for prefix in inside.keys() & behind.keys():
+            last = by_name[inside[prefix][-1].name]
+            place = next(number for number, each in enumerate(layers) if each.name == last.name)
+            layers.insert(place + 1, _operations_behind(prefix, last, behind[prefix]))
+            recomputed[prefix] = recomputed[last.name] + sum(each.bytes for each in behind[prefix])
+        tail = max(changed.tail - of_others.get(None, 0), 0)
+        return changed.with_changes(
+            layers=tuple(layers), recomputed=recomputed, tail=tail, forward_peak=0, product_peak=0
+        )
 
     return Change(
         CHECKPOINTS,
@@ -151,6 +167,39 @@ def checkpoints(case: Case, step: Step) -> Change | None:
         (Action(kind="checkpoint", modules=list(activations)),),
         apply,
     )
+
+
+def _behind_the_last_layers(
+    case: Case, step: Step, checkpointed: Mapping[str, Sequence[Layer]]
+) -> dict[str, list[KeptBlock]]:
+    """Returns the blocks that units make behind their last trained layers, such as those of frozen layers by adapters.
+
+    They count for the layer behind the unit, or for none. Of units without a checkpoint, only blocks are returned that
+    count for a layer of a unit with one. Nothing if the forward pass could not be repeated.
+    """
+    whole = case.shapes.whole_forward()
+    found: dict[str, list[KeptBlock]] = {}
+    within = {layer.name for layers in checkpointed.values() for layer in layers}
+    for block in () if whole is None else whole.blocks:
+        for prefix in repeated_units(case.shapes.modules):
+            is_inside = block.module == prefix or block.module.startswith(f"{prefix}.")
+            is_behind = not (block.layer or "").startswith(f"{prefix}.") and not block.is_output
+            if is_inside and is_behind and (prefix in checkpointed or block.layer in within):
+                size = block.bytes * step.samples // max(whole.samples if whole else 1, 1)
+                found.setdefault(prefix, []).append(replace(block, bytes=size))
+    return found
+
+
+def _without(layer: Layer, size: int) -> Layer:
+    """Returns the layer with so many bytes less that were saved before its forward began."""
+    return replace(layer, activations=max(layer.activations - size, 0), saved_before=max(layer.saved_before - size, 0))
+
+
+def _operations_behind(name: str, last: Layer, blocks: Sequence[KeptBlock]) -> Layer:
+    """Returns the operations behind a unit's last layer as a layer without parameters, which keeps nothing."""
+    largest = max(block.bytes for block in blocks)
+    forward = replace(last.forward, input_bytes=largest, output_bytes=largest, calls=1, from_leaf=False)
+    return Layer(name, _frozen(last.module), forward, 0, residual_gradient=last.residual_gradient)
 
 
 def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
@@ -266,11 +315,13 @@ def data_type(case: Case, step: Step) -> Change | None:
     if any(layer.forward.element_bytes != 4 for layer in step.layers):
         return None
     name = "bfloat16" if case.shapes.has_bfloat16 else "float16"
+    if not case.shapes.runs_in(name):
+        return None
     parameters = case.failure.sum_by(lambda group: group.category).get("model_parameters", 0)
     program = case.shapes.program
     code = f"{program.model} = {program.model}.to(torch.{name})  # before the optimizer is made"
     if step.layers[0].module.kind != "Embedding":
-        code += f"\nx = x.to(torch.{name})  # each batch of inputs"
+        code += f"\nx = x.to(torch.{name})  # what the model is called with; and the targets of a loss such as mse_loss"
 
     def apply(changed: Step) -> Step:
         return changed.with_changes(
@@ -380,10 +431,7 @@ def _with_adapter(layer: Layer) -> Layer:
     """Returns the layer with an adapter, or frozen. The adapter saves the same tensors of its input as the layer."""
     module = layer.module
     if not _takes_adapter(layer):
-        frozen = replace(
-            module, kind="frozen", bytes=0, weight=0, bias=0, rows=0, columns=0, sampled_in=None, tied_to=""
-        )
-        return replace(layer, module=frozen)
+        return replace(layer, module=_frozen(module))
     itemsize = module.bytes // max(layer.elements, 1)
     weight = _RANK * (module.rows + module.columns)
     size = weight * itemsize
@@ -392,6 +440,10 @@ def _with_adapter(layer: Layer) -> Layer:
     scaled = layer.residual_gradient + layer.forward.output_bytes  # the gradient of the adapter's scaled output
     activations = layer.activations + between
     return replace(layer, module=adapter, activations=activations, residual_gradient=scaled, is_added=False)
+
+
+def _frozen(module: LayerShape) -> LayerShape:
+    return replace(module, kind="frozen", bytes=0, weight=0, bias=0, rows=0, columns=0, sampled_in=None, tied_to="")
 
 
 def shorter_sequence(case: Case, step: Step) -> Change | None:
