@@ -29,6 +29,7 @@ ENVIRONMENT = os.environ | {
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
 LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST", "RANK", "WORLD_SIZE"}
+LATE |= {"OPACUS_MEMPROF_PYTEST_REPORTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"}
 ANOTHER_ENVIRONMENT = b"another environment"
 
 

@@ -35,8 +35,9 @@ WITH_FOUR = {
         "fsdp2_hybrid",
     ],
 }
-# What one process does as well, each beside another case of the same shards.
+# What one process does as well, each beside another case of the same shards, or of the other precision or model.
 NIGHTLY = [
+    *("ddp float32 transformer", "ddp bfloat16 convnet", "ddp autocast", "fsdp2 compiled", "fsdp2 blocks"),
     *("fsdp2 recognized", "fsdp2 kept", "fsdp2 float32", "fsdp2 unwrapped", "fsdp2 adapters"),
     "fsdp2 lockstep in blocks",
 ]

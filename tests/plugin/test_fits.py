@@ -1,10 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`@pytest.mark.fits` and the fixture `memory_plan`, in processes with virtual GPUs of their own."""
 
+import os
+
 import pytest
 
 from tests.plugin.conftest import LOAD, Run
+from tests.warm_python import ENVIRONMENT, ROOT, interpreter
 
+# Processes of tests are forked: test_runs.py and test_on_virtual_gpu.py start theirs as the plugin does.
+CONFTEST = """
+import subprocess
+from types import SimpleNamespace
+from opacus_memprof.pytest_plugin import isolation
+
+def run(command, **options):
+    options["env"]["PYTHONPATH"] = {root!r}
+    options["env"].pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by torch
+    return subprocess.run([*{python!r}, *command[1:]], **options)
+
+isolation.subprocess = SimpleNamespace(**vars(subprocess) | {{"run": run}})
+"""
 TESTS = """
 import pytest
 import torch
@@ -64,8 +80,11 @@ def test_plans(memory_plan):
 """
 
 
-def test_what_fits(pytester: pytest.Pytester) -> None:
+def test_what_fits(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a virtual GPU in this process, whatever the ini file says of its memory."""
+    for name in {*os.environ, *ENVIRONMENT} - {"PYTEST_DISABLE_PLUGIN_AUTOLOAD"}:
+        monkeypatch.setenv(name, ENVIRONMENT[name]) if name in ENVIRONMENT else monkeypatch.delenv(name)
+    pytester.makeconftest(CONFTEST.format(root=ROOT, python=interpreter()))
     pytester.makeini("[pytest]\nmemprof_virtual_memory = 3 GiB")
     pytester.makepyfile(test_it=TESTS)
     result = pytester.runpytest_subprocess(*LOAD, "-W", "ignore")

@@ -167,7 +167,7 @@ _DRAWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 # The same as another draw, with another probability or by another generator.
 _NIGHTLY = ("depth_row_0.1", "depth_row_0.5", "depth_batch_0.5", "dropout_before", "python_scales")
-_NIGHTLY += ("python_skips_0.5", "torch_skips_0.5", "numpy_skips_0.05")
+_NIGHTLY += ("python_skips_0.5", "torch_skips_0.5", "torch_skips_0.05", "numpy_skips_0.05", "numpy_mask", "noise")
 
 
 def _plain_dropout() -> nn.Module:
@@ -223,7 +223,13 @@ def _encoder_and_decoder() -> nn.Module:
 PROGRAMS = [
     *(
         Program(
-            f"chance_layers_left_out_{name}", build, of_shape(5, 6, count=3), "exact", settings=_RANDOM, seeds=(2, 3)
+            f"chance_layers_left_out_{name}",
+            build,
+            of_shape(5, 6, count=3),
+            "exact",
+            settings=_RANDOM,
+            seeds=(2, 3),
+            nightly=name == "not_reentrant",  # checkpoint_around_not_reentrant has such checkpoints
         )
         for name, build in (
             ("reentrant", _with_layer_drop(True)),
