@@ -35,8 +35,8 @@ def _name_of_case(value: object) -> str | None:
 
 
 LOOPS = [
-    *(("plain", mode) for mode in ("hooks", "functorch", "ew", "ghost", "flash_clip")),
-    *(("memory_manager", mode) for mode in ("hooks", "ghost", "flash_clip")),
+    *(("plain", mode) for mode in ("hooks", "ew", "ghost", "flash_clip")),
+    *(("memory_manager", mode) for mode in ("hooks", "ghost")),
     *((case, "hooks") for case in ("accumulation", "schedulers", "dropout", "ddp", "per_layer", "adaptive", "poisson")),
     *((case, "hooks") for case in ("augmented", "less_noise_later", "workers", "accelerated", "keyword", "inner_loss")),
     *((case, "hooks") for case in ("learning_rate", "replaced_before", "again", "objects")),
@@ -46,9 +46,10 @@ LOOPS = [
     ("permuted", "functorch"),
 ]
 # What the check does with these loops, it does as with hooks; with the mode, as with the plain loop.
+REPEATED = ("memory_manager", "accumulation", "schedulers", "dropout", "ddp", "per_layer", "adaptive", "poisson")
 AT_NIGHT = [
-    pytest.param(case, "flash_clip", marks=pytest.mark.nightly)
-    for case in ("accumulation", "schedulers", "dropout", "ddp", "per_layer", "adaptive", "poisson")
+    pytest.param(case, mode, marks=pytest.mark.nightly)
+    for case, mode in (("plain", "functorch"), *((case, "flash_clip") for case in REPEATED))
 ]
 
 
@@ -71,7 +72,7 @@ def test_a_right_loop_is_exact(case: str, mode: str) -> None:
     assert "data that were mixed before it (mixup)" in unchecked[0]
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("mode", ["hooks", pytest.param("functorch", marks=pytest.mark.nightly), "ghost"])
 def test_without_make_private_the_sampling_is_unknown(mode: str) -> None:
     ran = doctor("by_hand", mode)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
