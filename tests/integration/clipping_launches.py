@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from opacus_memprof.clipping.kernels import formed as formed_triton
 from opacus_memprof.clipping.kernels import gram as gram_triton
-from opacus_memprof.clipping.kernels import lost as lost_triton
 from opacus_memprof.clipping.kernels import stacks as stacks_triton
 from tests.integration.clipping_by_hand import Batch, difference
 from tests.integration.flash_clip_models import MODELS, criterion
@@ -70,7 +70,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         (gram_triton, "gram_squared_norms_of_layers"),
         (stacks_triton, "group_norm_gradients_cuda"),
         (stacks_triton, "token_norm_gradients_cuda"),
-        (lost_triton, "add_products_cuda"),
+        (formed_triton, "add_products_cuda"),
         (stacks_triton, "squared_norms_cuda"),
         (stacks_triton, "weighted_sums_cuda"),
     ):

@@ -41,7 +41,7 @@ FAULTS = [
     Fault(
         "what_earlier_samples_left_is_not_seen",
         "module/other_samples.py",
-        "if not self._stay or not self.depends(gradient):",
+        "if not self.values.stay or not self.values.depends(gradient):",
         "if True:",
         "A loss of a step may depend on what other samples have left in the step before.",
         programs("left_queue", "left_center", "left_mean_loss_as_a_number"),
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     Fault(
         "tensors_without_memory_are_not_followed",
-        "module/other_samples.py",
+        "module/other_values.py",
         "return has_values(x) and key_of(x) in self._others",
         "return has_storage(x) and key_of(x) in self._others",
         "Samples are mixed in sparse, nested or quantized tensors.",
@@ -264,9 +264,9 @@ FAULTS = [
     ),
     Fault(
         "large_parameters_beside_the_model_are_public",
-        "module/other_samples.py",
-        "self._given.discard(key_of(gradient))",
-        "pass",
+        "module/other_values.py",
+        "        if self.depends(x):\n            self._given.discard(key_of(x))",
+        "        pass",
         "A head with an optimizer that is not private learns from all samples.",
         programs("left_public_head", "left_learned_centers"),
     ),
@@ -281,8 +281,8 @@ FAULTS = [
     Fault(
         "labels_of_the_step_before_are_no_inputs",
         "module/other_samples.py",
-        "if not self.depends(x) or key_of(x) in self._labels | self._known:",
-        "if not self.depends(x):",
+        "if not self.values.depends(x) or self.values.is_label(x):",
+        "if not self.values.depends(x):",
         "What a generator has made of noise is refused as an input once it was detached beside another call.",
         programs("left_generator", "left_small_generator"),
     ),

@@ -15,7 +15,7 @@ from opacus_memprof.clipping.arguments import ClipRule
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.kernels import norms, sums
-from opacus_memprof.clipping.kernels.lost import add_products_cuda, add_rows_cuda
+from opacus_memprof.clipping.kernels.formed import add_products_cuda, add_rows_cuda
 from opacus_memprof.clipping.layers import LAYERS, Layer, base, linear, shared, small_layers
 from opacus_memprof.clipping.layers.linear import LinearLayer
 from opacus_memprof.clipping.workspace import Workspace

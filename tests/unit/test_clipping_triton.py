@@ -105,14 +105,14 @@ def test_the_kernel_of_outer_products_compiles_for_the_h200() -> None:
 def test_kernels_that_add_lost_gradients_compile_for_the_h200(element: str) -> None:
     import triton.language as tl
 
-    from opacus_memprof.clipping.kernels import lost as lost_triton
+    from opacus_memprof.clipping.kernels import formed as formed_triton
 
     types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
     constants = {"ROWS": 32, "COLUMNS": 64, "TYPE": types[element], "TARGET": tl.float32}
-    kernel = _compile(lost_triton.add_products, {"table": "*i64", "factors": "*fp32"}, constants, 4)
+    kernel = _compile(formed_triton.add_products, {"table": "*i64", "factors": "*fp32"}, constants, 4)
     assert "f64" in kernel.asm["ptx"]  # gradients accumulate in float64
     signature = {"ids": "*i64", "g": f"*{element}", "factors": "*fp32", "out": "*fp32"}
-    assert "f64" in _compile(lost_triton.add_rows, signature, {"BLOCK": 128}, 4).asm["ptx"]
+    assert "f64" in _compile(formed_triton.add_rows, signature, {"BLOCK": 128}, 4).asm["ptx"]
 
 
 def test_stack_kernels_compile_for_the_h200() -> None:

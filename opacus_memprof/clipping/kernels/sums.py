@@ -72,7 +72,7 @@ def add_lost(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], totals: Sequence[torch.Tensor], factors: torch.Tensor
 ) -> None:
     """Adds the clipped gradients of samples whose tokens cancel, on CUDA. See `lost.add_products_cuda`."""
-    from opacus_memprof.clipping.kernels.lost import add_products_cuda
+    from opacus_memprof.clipping.kernels.formed import add_products_cuda
 
     add_products_cuda(pairs, totals, factors)
 

@@ -134,7 +134,7 @@ class EmbeddingLayer(Layer):
             total.index_add_(0, ids[n, t].flatten(), source.flatten(0, 1))
             del source
         if lost is not None:
-            from opacus_memprof.clipping.kernels.lost import add_rows_cuda
+            from opacus_memprof.clipping.kernels.formed import add_rows_cuda
 
             add_rows_cuda(ids, g, lost, total, self.module.padding_idx)
         if self.module.padding_idx is not None:

@@ -18,7 +18,8 @@ from opacus_memprof.clipping.arguments import Check, is_checked
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, has_rows, has_storage
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs, arrangements_by_shape
-from opacus_memprof.clipping.module.other_samples import OTHER_BYTES, OtherSamples
+from opacus_memprof.clipping.module.other_samples import OtherSamples
+from opacus_memprof.clipping.module.other_values import OTHER_BYTES
 from opacus_memprof.clipping.module.read_numbers import following_modes, makes_no_values, unfollowed
 from opacus_memprof.clipping.proof.batches import (
     alias_leaves,
@@ -160,12 +161,12 @@ class Parts:
         with unfollowed():
             for mode in self._of_models if not call.is_off else ():
                 for parameter in model.parameters():
-                    mode.share(parameter)
+                    mode.values.share(parameter)
                 if mode.batch != batch:
                     continue
                 for x, where in zip(tensors, places, strict=False):
                     if where is not None and has_rows(x) and x.untyped_storage().nbytes() <= OTHER_BYTES:
-                        mode.add(x, where, is_given=False)
+                        mode.values.add(x, where, is_given=False)
         self._follow_by_others()
 
     def _follow_by_others(self) -> None:
@@ -242,7 +243,7 @@ class Parts:
         left = self._left
         if left is not None and left.is_on and left.batch == len(x):
             with unfollowed():
-                left.add(x, PLAIN, is_given=False)
+                left.values.add(x, PLAIN, is_given=False)
 
     def are_from_samples(self, x: Any, now: float) -> bool:
         """Returns whether a setting of the optimizer was computed from samples of this step or of the one before.
@@ -251,7 +252,7 @@ class Parts:
             x: a number, or a tensor of one.
             now: the setting's present value, of which a moving average may be made.
         """
-        return any(mode.depends(x) or mode._numbers.sets(x, now) for mode in self._all_modes())
+        return any(mode.values.depends(x) or mode.numbers.sets(x, now) for mode in self._all_modes())
 
     def add(self, outputs: Outputs, batch: int) -> None:
         """Adds outputs that have gradients."""
@@ -319,12 +320,12 @@ class Parts:
                 self._left = None
         mode.add_inputs(given)
         for x, where in known:
-            mode.add(x, where, is_given=False)
+            mode.values.add(x, where, is_given=False)
         for x in given:
-            mode.add(x, PLAIN)
+            mode.values.add(x, PLAIN)
         for x, place in outputs:
             if place is None and has_storage(x):
-                mode.share(x)
+                mode.values.share(x)
         return mode
 
     def is_due(self) -> bool:
