@@ -77,7 +77,7 @@ def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) 
 
 
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
-    script = str(SCRIPTS / "context.py")
+    script = str(SCRIPTS / "package" / "__main__.py")
     reference = new_python(script, "-o", "x", "--", "-m", cwd=tmp_path)
     completed = new_python(*RUN, "-o", tmp_path / "out", script, "-o", "x", "--", "-m", cwd=tmp_path)
     assert "threads 2" in reference.stdout  # set by the script, before it imports torch
