@@ -769,17 +769,10 @@ def test_an_output_that_compares_all_samples_is_named(has_scale: bool) -> None:
         GradSampleModuleFlashClip(Compared())(torch.randn(6, 9), torch.randn(6, 5))
 
 
-@pytest.mark.parametrize(
-    ("begins_with", "advice"),
-    [
-        (None, "What the program itself sets anew before each call, set in the model's forward"),
-        (
-            torch.zeros(6, 4),
-            r"attribute inner\.hidden has a tensor with the size of this batch: make it in the model's",
-        ),
-    ],
-)
-def test_a_hidden_state_that_the_program_resets(begins_with: torch.Tensor | None, advice: str) -> None:
+@pytest.mark.parametrize("begins_with", [None, torch.zeros(6, 4)])
+def test_a_hidden_state_that_the_program_resets(begins_with: torch.Tensor | None) -> None:
+    """To None before each call, which is no data; or to a tensor with the size of the batch."""
+
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -790,6 +783,10 @@ def test_a_hidden_state_that_the_program_resets(begins_with: torch.Tensor | None
             return self.hidden
 
     module = GradSampleModuleFlashClip(nn.Sequential(OrderedDict(inner=Recurrent())))
+    if begins_with is None:
+        module(torch.randn(6, 9))
+        return
+    advice = r"attribute inner\.hidden has a tensor with the size of this batch: make it in the model's"
     with pytest.raises(MemprofError, match=advice):
         module(torch.randn(6, 9))
 

@@ -136,7 +136,7 @@ class ModuleState:
                 self._collections.append((value, value.copy()))
             else:
                 arrays.append(value)
-        self._arrays = [(x, x.detach().clone() if isinstance(x, torch.Tensor) else x.copy()) for x in arrays]
+        self._arrays = [(x, _copy_of(x)) for x in arrays]
         self._hooks = [(h, dict(h)) for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
 
     def has_changed(self) -> bool:
@@ -147,6 +147,21 @@ class ModuleState:
             or any(not _same_items(value, copy) for value, copy in self._collections)
             or any(not _equal(x, old) for x, old in self._arrays)
         )
+
+    def differences(self) -> list[Difference]:
+        """Returns what has other values than then, and is in the same places."""
+        found = [
+            Difference(d, key, value, d[key])
+            for d, saved in (*self._attributes, *self._dicts)
+            for key, value in saved.items()
+            if key in d and d[key] is not value
+        ]
+        found += [
+            Difference(value, None, copy, value.copy())
+            for value, copy in self._collections
+            if not _same_items(value, copy)
+        ]
+        return found + [Difference(x, None, old, _copy_of(x)) for x, old in self._arrays if not _equal(x, old)]
 
     def restore(self) -> None:
         """Restores buffers, attributes, what they hold, and hooks."""
@@ -180,6 +195,52 @@ class ModuleState:
             if before.keys() != hooks.keys():
                 hooks.clear()
                 hooks.update(before)
+
+
+@dataclass
+class Difference:
+    """A place in a module that has another value at one moment than at another one.
+
+    Attributes:
+        holder: a dictionary, a collection, an array or a tensor.
+        key: the key in a dictionary; None for what is changed as a whole.
+        then, now: its values.
+    """
+
+    holder: Any
+    key: Any
+    then: Any
+    now: Any
+
+    def is_as_then(self) -> bool:
+        """Returns whether the place has its first value."""
+        if self.key is not None:
+            return self.holder.get(self.key) is self.then
+        is_collection = type(self.holder) in _COLLECTIONS
+        return _same_items(self.holder, self.then) if is_collection else _equal(self.holder, self.then)
+
+    def was_empty(self) -> bool:
+        """Returns whether its first value was None, which has no data of samples."""
+        return self.key is not None and self.then is None
+
+    def is_empty(self) -> bool:
+        """Returns whether its value is None now."""
+        return self.holder.get(self.key) is None
+
+    def undo(self) -> None:
+        """Gives the place its first value."""
+        Difference(self.holder, self.key, self.now, self.then).apply()
+
+    def apply(self) -> None:
+        """Gives the place its second value."""
+        if self.key is not None:
+            self.holder[self.key] = self.now
+        elif type(self.holder) in _COLLECTIONS:
+            self.holder.clear()
+            self.holder.update(self.now) if isinstance(self.holder, set) else self.holder.extend(self.now)
+        else:
+            with torch.no_grad():
+                self.holder[...] = self.now
 
 
 def _attributes(d: dict[str, Any]) -> dict[str, Any]:
@@ -249,6 +310,10 @@ def _same_items(value: Any, copy: Any) -> bool:
     if len(value) != len(copy):
         return False
     return value == copy if isinstance(value, set) else all(a is b for a, b in zip(value, copy, strict=True))
+
+
+def _copy_of(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x.copy()
 
 
 def _equal(a: Any, b: Any) -> bool:

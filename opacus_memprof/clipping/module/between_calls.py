@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from opacus_memprof.clipping.arguments import Check, is_checked
-from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, has_rows, has_storage
+from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, Difference, has_rows, has_storage
 from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Call, Outputs, arrangements_by_shape
 from opacus_memprof.clipping.module.other_samples import OtherSamples
@@ -367,6 +367,25 @@ class Parts:
                 )
             if found:
                 self._refuse(call)
+
+    def left_in(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[tuple[dict[str, Any], str]], call: Call
+    ) -> list[Difference]:
+        """Returns what of this depends on samples of calls before this one, with what it would be without them.
+
+        Args:
+            tensors: tensors that the model may read.
+            numbers: attributes that are numbers.
+            call: the call.
+        """
+        given = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if has_rows(leaf)]
+        modes = [mode for mode in self._all_modes() if mode.is_on]
+        found = ((x, mode.left_in(x, given)) for mode in modes for x in tensors if not x.requires_grad)
+        left = [Difference(x, None, x.detach().clone(), other) for x, other in found if other is not None]
+        for d, key in numbers:
+            if any(mode.has_left(d[key], given) for mode in modes):
+                left.append(Difference(d, key, d[key], 1.25 * d[key]))
+        return left
 
     def check_gradients(self, call: Call, batch: int) -> None:
         """Checks the same by derivatives, for all parts that were called in this step.

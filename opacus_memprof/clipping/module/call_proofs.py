@@ -26,6 +26,7 @@ from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
 from opacus_memprof.clipping.proof.model_state import ModelState, context_key, size_class
 from opacus_memprof.clipping.proof.probe import CannotRunError
+from opacus_memprof.clipping.proof.program import LeftByCalls
 from opacus_memprof.clipping.proof.situations import JointProofs, Order, Situation, Situations, order_of
 from opacus_memprof.errors import MemprofError
 
@@ -81,6 +82,7 @@ class CallProofs:
         self.registry = registry
         self.hooks.layouts, self.hooks.plain = {}, {}  # an empty batch, which proves nothing, would find earlier layers
         self._state = ModelState(registry.model)
+        self.left = LeftByCalls(registry.model, self.hooks, self.run)
         self._structure: tuple[Any, ...]
         self._modes: tuple[Any, ...]
         self._structure, self._modes = self.modes()
@@ -117,6 +119,10 @@ class CallProofs:
         check_model(self.registry.model)
         self._modes = modes
         return True
+
+    def held(self) -> tuple[list[torch.Tensor], list[tuple[dict[str, Any], str]]]:
+        """Returns the tensors and numbers that the model may read beside its parameters and arguments."""
+        return self._state.held_tensors(), self._state.held_numbers()
 
     def settle(self) -> None:
         """Ends a forward; see `ModelState.settle`."""
@@ -163,6 +169,13 @@ class CallProofs:
                     "can be proved while it is captured: run the model in the same way each time."
                 )
             return
+        if not all(each.is_empty() for each in known.emptied):
+            names = ", ".join(sorted({str(each.key) for each in known.emptied if not each.is_empty()}))
+            raise MemprofError(
+                f"the model's forward reads what an earlier one has left in it ({names}), unless the program sets it "
+                "to None before, as it did when this was proved: do so before each call of the model, also where a "
+                "step has several, or pass what is carried on as an argument."
+            )
         known.forwards += bool(batch)
         if known.record is None:
             self._certify(call, known)
@@ -329,13 +342,13 @@ class CallProofs:
         """
         hooks, situations = self.hooks, self.situations
         try:
+            if call.state is not None:
+                call.state.restore()
             new = situations.prove(call.entry, call.args, call.kwargs, random)
             is_same = situations.known.get(call.key) is situation and all(
                 situation.layouts.get(layer) == layout for layer, layout in new.layouts.items()
             )
             versions = _versions(call)
-            if call.state is not None:
-                call.state.restore()
             with random.restored(), restoring_state(call.entry) if call.state is None else nullcontext():
                 hooks.layouts, hooks.plain = new.layouts, new.plain
                 hooks.trace, hooks.kept_bytes = [], 0
@@ -375,6 +388,7 @@ class CallProofs:
         if order not in situation.traces:
             situation.traces.append(order)
         situation.patterns |= proof.patterns
+        situation.emptied += proof.emptied
         if situation.record is not None:
             situation.record.orders += 1
             self._note_proof(situation)

@@ -334,6 +334,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._parts.begin_call(is_off)
         if is_off:
             self._check_frozen(self._call)
+            if self._may_leave():
+                self._proofs.left.begin(args, kwargs)
             return None
         tap = self._attached.tap_of(module)
         try:
@@ -355,6 +357,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     def _is_followed(self, call: Call) -> bool:
         """Returns whether another call may depend on one without gradients of parameters, as on an attack's."""
         return self.registry.model.training or call.has_gradients_of_inputs()
+
+    def _may_leave(self) -> bool:
+        """Returns whether it is checked what calls leave in the model for later ones."""
+        return self._parts.is_due() and self._proofs.joint is None and not self.bookkeeping.is_captured
 
     def _check_frozen(self, call: Call) -> None:
         """Checks the inputs of a call without gradients, whose outputs a later call may have as inputs."""
@@ -390,6 +396,10 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._proofs.prepare(call, error)
         if call.is_proved or call.record is not None or self._parts.is_due():
             self._parts.check_gradients(call, hooks.batch)
+        if call.random is not None and hooks.batch and self._may_leave():
+            with unfollowed(), torch.enable_grad():
+                left = self._parts.left_in(*self._proofs.held(), call)
+                self._proofs.left.check(call.entry, call.args, call.kwargs, left)
         if call.random is not None:
             self._proofs.begin_forward(call)
             self._graph_hooks.begin_call()
@@ -453,6 +463,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             self._parts.resume()
             return None
         if call.is_off:
+            self._end_left(call)
             if not self._is_followed(call) or self.bookkeeping.is_captured or self.bookkeeping.refusal.error:
                 self._parts.resume()
                 return None
@@ -465,6 +476,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return None
         finally:
             self._proofs.settle()
+
+    def _end_left(self, call: Call) -> None:
+        try:
+            with unfollowed():
+                self._proofs.left.end(call.entry, call.args, call.kwargs, batch_size(call.args, call.kwargs))
+        except MemprofError:  # a call without samples
+            return
 
     def _finish(self, call: Call, output: Any) -> Any:
         hooks = self.layer_hooks

@@ -205,6 +205,21 @@ class OtherSamples(FollowingMode):
         plans = len(self.values.kept), self.values.plans - 1
         return self.values.depends(x) and any(self._changes_in(x, plan) for plan in plans)
 
+    def left_in(self, x: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Returns what a tensor would be without the samples that are not its rows' own, if it depends on these.
+
+        Args:
+            x: a tensor that the model may read beside its arguments.
+            given: the tensors with samples of the call that may read it.
+        """
+        if not self.values.depends(x) or self.values.is_of_program(x):
+            return None
+        if self.is_over:
+            return self.values.other(x, self.values.plans - 1) if self.has_left(x, given) else None
+        is_shared = not (x.dim() and len(x) == self.batch)
+        plans = [i for i in (len(self.values.kept), self.values.plans - 1) if is_shared and self._changes_in(x, i)]
+        return self.values.other(x, plans[0]) if plans else None
+
     @torch.no_grad()
     def _changes_in(self, x: torch.Tensor, plan: int) -> bool:
         other = self.values.other(x, plan) if x.numel() else None
@@ -332,9 +347,8 @@ class OtherSamples(FollowingMode):
         plans = range(self.values.plans)
         numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
         changed = [i for i in plans if numbers[i] or any(self.values.is_changed(x, i) for x in leaves)]
-        if func._schema.is_mutable:
-            for leaf in filter(has_values, written_leaves(func, args, kwargs)):
-                self.values.write(leaf, changed)
+        for leaf in filter(has_values, written_leaves(func, args, kwargs)):
+            self.values.write(leaf, changed)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
         inputs = {i: [self.values.in_plan(x, i) for x in leaves] for i in changed}

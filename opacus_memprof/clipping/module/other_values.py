@@ -172,6 +172,10 @@ class OtherValues:
         own = self._given | self._labels
         return any(not each.expired() for key, (each, _) in self._others.items() if key not in own)
 
+    def is_of_program(self, x: torch.Tensor) -> bool:
+        """Returns whether a tensor is the program's own data: an input, a label, or a gradient."""
+        return key_of(x) in self._given | self._labels
+
     def is_label(self, x: torch.Tensor) -> bool:
         """Returns whether a tensor is one of the labels that are no integers, of this step or of the one before."""
         return key_of(x) in self._labels | self._known

@@ -83,6 +83,14 @@ class ModelState:
             self._attributes.now(self._users_hooks),
         )
 
+    def held_tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors in attributes, and in variables that methods and hooks name."""
+        return [x for x in self._attributes.tensors.held() if isinstance(x, torch.Tensor)]
+
+    def held_numbers(self) -> list[tuple[dict[str, Any], str]]:
+        """Returns the attributes of modules that are floating-point numbers, each as a dictionary and a key."""
+        return [(d, key) for d in self._dicts for key, value in d.items() if type(value) is float]
+
     def settle(self) -> None:
         """Ends a forward: tensors that it has changed itself are not part of the situation of the next one."""
         self._attributes.tensors.settle()
@@ -222,8 +230,15 @@ class WriteGuard(TorchDispatchMode):
                 )
 
 
+_UPDATES_STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+"""Operations that write to their arguments 3 and 4 if argument 5 is true, although their schemas do not say so."""
+
+
 def written_leaves(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns what an operation of PyTorch's dispatcher writes to."""
+    if not func._schema.is_mutable:
+        is_update = func._schema.name.split("::")[1] in _UPDATES_STATISTICS and len(args) > 5 and args[5]
+        return [x for x in args[3:5] if x is not None] if is_update else []
     given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
     arguments = (each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
     return tree_leaves([given.get(each.name) for each in arguments])

@@ -331,6 +331,10 @@ class SmallTensors:
         """
         self._places = [(key, get) for key, get in places if _is_followed(get())]
 
+    def held(self) -> list[Any]:
+        """Returns the tensors and arrays."""
+        return [get() for _, get in self._places]
+
     def now(self) -> tuple[int, ...]:
         """Returns how often each tensor has been changed between forwards."""
         for key, get in self._places:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
+from opacus_memprof.clipping.forwards.repetition import close
+from opacus_memprof.clipping.forwards.state import Arrangement, Difference, ModuleState, RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import graph_patterns
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
@@ -218,3 +219,91 @@ class ProgramRuns:
         with self.running(RowRecorder(self.workspace)) as trace:
             self.outputs(leaves, structure)
             self.trace, self.patterns = list(trace), self._patterns()
+
+
+class LeftByCalls:
+    """What calls without gradients have left in a model, such as statistics of their samples, and who reads it.
+
+    Args:
+        model: the model.
+        hooks: the hooks of its layers.
+        run: calls a module with arguments, without the hooks of a call of the program.
+    """
+
+    def __init__(self, model: nn.Module, hooks: LayerHooks, run: Callable[..., Any]) -> None:
+        self.model, self.hooks, self.run = model, hooks, run
+        self._before: tuple[ModuleState, RandomState] | None = None
+        self._left: list[Difference] = []
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a call without gradients."""
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        self._before = ModuleState(self.model), RandomState.now(*{x.device for x in tensors})
+
+    def end(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
+        """Called after it. Where it has changed the model, it runs again on other samples, for what these leave."""
+        before, self._before = self._before, None
+        if before is None or not before[0].has_changed():
+            return
+        leaves, structure = tree_flatten((args, kwargs))
+        kept, after = torch.zeros(batch, dtype=torch.bool), ModuleState(self.model)
+        self._left = []
+        for kind in (0, *GENTLE):
+            before[0].restore()
+            try:
+                others = tree_unflatten(perturbed(leaves, batch, kept, kind, 0), structure)
+                with self.hooks.off(), before[1].restored():
+                    self.run(entry, *others)
+                self._left = after.differences()
+                return
+            except Exception:  # not for these samples
+                continue
+            finally:
+                after.restore()
+
+    def check(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Difference]) -> None:
+        """Checks that a call with gradients does not read it.
+
+        Args:
+            entry: the module that is called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            others: what else depends on samples of earlier calls, with the values for others.
+
+        Raises:
+            MemprofError: it does.
+        """
+        left, self._left = [each for each in self._left if each.is_as_then()], []
+        for found, whose in ((left, "a call without gradients has"), (others, "earlier calls have")):
+            if not found:
+                continue
+            leaves, structure = tree_flatten((args, kwargs))
+            random = RandomState.now(*{x.device for x in leaves if isinstance(x, torch.Tensor)})
+            outputs: list[list[torch.Tensor]] = []
+            try:
+                for changes in ([], found):
+                    with restoring_state(self.model), _applied(changes), self.hooks.off(), random.restored():
+                        given = tree_unflatten(list(map(_copied, leaves)), structure)
+                        outputs.append([x.detach() for x in tensors_in(self.run(entry, *given))])
+            except Exception:  # not with these values
+                continue
+            if len(outputs[0]) != len(outputs[1]) or not all(map(close, *outputs)):
+                buffers = {id(x): name for name, x in self.model.named_buffers()}
+                names = {buffers.get(id(each.holder), each.key) for each in found} - {None}
+                raise MemprofError(
+                    f"the model reads what {whose} computed from samples and left in it"
+                    f"{' (' + ', '.join(sorted(map(str, names))[:3]) + ')' if names else ''}, such as statistics of a "
+                    "batch: these samples change the gradients of others, which no clipping bounds. Compute it from "
+                    "public data, or do not change it while the model is trained: call eval() before."
+                )
+
+
+@contextmanager
+def _applied(changes: list[Difference]) -> Iterator[None]:
+    for each in changes:
+        each.apply()
+    try:
+        yield
+    finally:
+        for each in changes:
+            each.undo()

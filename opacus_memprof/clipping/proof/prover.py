@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from opacus_memprof.clipping.forwards.repetition import close
+from opacus_memprof.clipping.forwards.state import Difference, ModuleState
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.proof.batches import (
     HIGHEST,
@@ -164,34 +165,48 @@ class Prover(ProgramRuns):
                     return True
         return False
 
-    def check_carried(self) -> None:
+    def check_carried(self) -> list[Difference]:
         """Checks that no data of a batch stays in the module. Called after `mixing`.
 
         A forward on these samples must have the same outputs after a forward on others, and leave the same buffers
         behind.
 
+        Returns:
+            What may hold data of another batch unless the program empties it before each forward, as it has for this
+            one.
+
         Raises:
-            MixingError: it does not.
+            MixingError: data stays.
         """
         if not self.changes_state:
-            return
+            return []
         leaves, structure = self.program.leaves()
+        emptied: list[Difference] = []
 
-        def after(first: list[Any], structure: Any, kept: torch.Tensor, shared: bool) -> list[tuple[str, torch.Tensor]]:
+        def after(
+            first: list[Any], structure: Any, kept: torch.Tensor, empties: bool
+        ) -> list[tuple[str, torch.Tensor]]:
             module = self.program.module
+            state = ModuleState(module)
             with self.running(RowRecorder(self.workspace)):
                 self.outputs(first, structure)
+                emptied[:] = [each for each in state.differences() if empties and each.was_empty()]
+                for each in emptied:
+                    each.undo()
                 buffers = [(f"buffer {name}", x.detach().clone()) for name, x in saved_buffers(module)]
                 self.program.random.restore()
                 outputs, _ = self.outputs(leaves, structure)
                 return buffers + [("", x.detach()) for x in outputs]
 
         kept = torch.zeros(self.program.batch, dtype=torch.bool)
-        own = after(leaves, structure, kept, True)
-        other = self.run_with_others(after, leaves, structure, kept, 0, 0, True)
-        for (name, a), (_, b) in zip(own, other, strict=True):
-            if a.shape == b.shape and close(b, a):
-                continue
+        for empties in (False, True):
+            own = after(leaves, structure, kept, empties)
+            other = self.run_with_others(after, leaves, structure, kept, 0, 0, empties)
+            pairs = [(name, a, b) for (name, a), (_, b) in zip(own, other, strict=True)]
+            differ = [name for name, a, b in pairs if a.shape != b.shape or not close(b, a)]
+            if not differ:
+                return emptied
+        for name in differ:
             if name:
                 raise MixingError(
                     f"the model's forward writes data of the batch into the {name}, which is saved with the model and "
@@ -201,8 +216,10 @@ class Prover(ProgramRuns):
             raise MixingError(
                 "the model keeps data of a batch in an attribute or a buffer, and its next forward reads it, so that "
                 "a sample influences later steps without being clipped. Pass what is carried on as an argument, or "
-                "freeze the statistics. What the program itself sets anew before each call, set in the model's forward."
+                "freeze the statistics. What the program itself sets anew before each call, set in the model's forward "
+                "or, before each call, to None."
             )
+        return []
 
     def _alone(self, leaves: list[Any], structure: Any, bases: dict[bool, Run]) -> list[Doubt]:
         """Repeats `_mixing` with half of the samples alone, in reverse order or, if that does not run, in order.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.agreement import Agreement, Lockstep, computing_device
 from opacus_memprof.clipping.arguments import Check, has_sums_checked
-from opacus_memprof.clipping.forwards.state import Arrangement, RandomState, restoring_state
+from opacus_memprof.clipping.forwards.state import Arrangement, Difference, RandomState, restoring_state
 from opacus_memprof.clipping.kernels.native import OperationLog
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Layout, PlainLayer, plain_layers
 from opacus_memprof.clipping.layers import GenericLayer, Layer
@@ -69,6 +69,7 @@ class Situation:
         draws: whether the forward draws random numbers.
         changes_state: whether the forward changes the model's buffers or attributes.
         forwards: the number of forwards so far.
+        emptied: what the program must have emptied before each forward; see `Prover.check_carried`.
         share: the fraction of the batch that the proof used: less than 1 if memory was not enough for all.
         is_finite: whether all numbers in the proof were finite; otherwise the next forward repeats it.
         record: the record of this situation in the certificate; None until its proof has ended.
@@ -84,6 +85,7 @@ class Situation:
     draws: bool = False
     changes_state: bool = False
     forwards: int = 0
+    emptied: list[Difference] = field(default_factory=list)
     share: float = 1.0
     is_finite: bool = True
     record: SituationRecord | None = None
@@ -301,7 +303,7 @@ class Situations:
         if doubts:
             return doubts
         if not self.units.is_sharded:
-            prover.check_carried()
+            situation.emptied = prover.check_carried()
         real = prover
         if count > batch:
             given = tree_unflatten(probe.leaves, probe.structure)

@@ -173,32 +173,52 @@ def _by_hand(body: Body, build: Callable[[], nn.Module], batches: list[Batch], o
     return found
 
 
-def _program(name: str, body: Body, build: Callable[[], nn.Module], sentence: str, mixes: bool = False) -> Program:
-    """A loop that is refused with a sentence, and left as it was, or exact if there is none."""
+def loop_program(
+    name: str, body: Body, build: Callable[[], nn.Module], sentence: str, mixes: bool = False, steps: int = _STEPS
+) -> Program:
+    """A loop that is refused with a sentence and exact until then, or always exact if there is none.
+
+    Args:
+        name: its name.
+        body: one step.
+        build: builds the model.
+        sentence: a part of the refusal.
+        mixes: whether a sample of a step changes what others add to the sums of this step or of later ones.
+        steps: their number.
+    """
 
     def run(seed: int) -> Verdict:
-        batches = (_batches(seed, "") * _STEPS)[:_STEPS]
-        last = batches[-1]
-        other = {**last, "x": last["x"].clone()}
-        other["x"][0] = 1 - 3 * last["x"][0]
-        pair = [_by_hand(body, build, [*batches[:-1], each], int(last["index"][0])) for each in (last, other)]
-        moved = max(norm_of([x - y for x, y in zip(*each, strict=True)]) for each in zip(*pair, strict=True)) / _BOUND
+        batches = (_batches(seed, "") * steps)[:steps]
+        moved = max(_moved(body, build, batches, at) for at in range(steps))
         if mixes != (moved > 1e-9):
-            return Verdict("crash", moved, f"the last step's sums of other samples move by {moved:.3g} C")
+            return Verdict("crash", moved, f"other samples' sums move by {moved:.3g} C")
         sums: list[list[torch.Tensor]] = []
         message = _run(body, build, batches, sums=sums)
         _leave_modes()
         if torch.Tensor.register_hook.__module__ != "torch._tensor":
             return Verdict("crash", 0.0, "torch.Tensor.register_hook stays replaced")
-        expected = _by_hand(body, build, batches, -1)
-        pairs = zip(sums, expected, strict=False)
+        pairs = zip(sums, _by_hand(body, build, batches, -1), strict=False)
         error = max((norm_of([x - y for x, y in zip(*e, strict=True)]) for e in pairs), default=0.0)
         if message or error > 1e-6:
-            is_right = bool(message and sentence and sentence in message and error < 1e-6)
+            is_right = bool(message and sentence and sentence in message and (mixes or error < 1e-6))
             return Verdict("refused" if is_right else "wrong", error, message)
         return Verdict("exact", error)
 
-    return Program(f"graph_{name}", build, list, "refused" if sentence else "exact", run=run)
+    return Program(name, build, list, "refused" if sentence else "exact", run=run)
+
+
+def _moved(body: Body, build: Callable[[], nn.Module], batches: list[Batch], at: int) -> float:
+    """How far the first sample of a step moves the sums of others in any step, in units of C."""
+    own = batches[at]
+    other = {**own, "x": own["x"].clone()}
+    other["x"][0] = 1 - 3 * own["x"][0]
+    changed = [*batches[:at], other, *batches[at + 1 :]]
+    a, b = (_by_hand(body, build, each, int(own["index"][0])) for each in (batches, changed))
+    return max(norm_of([x - y for x, y in zip(*each, strict=True)]) for each in zip(a, b, strict=True)) / _BOUND
+
+
+def _program(name: str, body: Body, build: Callable[[], nn.Module], sentence: str, mixes: bool = False) -> Program:
+    return loop_program(f"graph_{name}", body, build, sentence, mixes)
 
 
 _INSIDE = {
