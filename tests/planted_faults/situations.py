@@ -79,7 +79,7 @@ FAULTS = [
     Fault(
         "attributes_of_outputs_may_be_read",
         "module/other_samples.py",
-        "            return self.other(x, self._plans - 1) if self.has_left(x, given) else None\n",
+        "            return self.values.other(x, self.values.plans - 1) if self.has_left(x, given) else None\n",
         "            return None\n",
         "A forward reads what the loop has computed from the outputs of the step before.",
         programs("left_held_mean", "left_in_a_hook"),
