@@ -142,7 +142,7 @@ class Layer:
         calls = self.forward.calls
         output = self.scale(self.forward.output_bytes, n) // calls
         grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
-        return output * (2 if mean_loss and self.elements else 1) + grad_input + self.beside_output(n)
+        return output * (2 if mean_loss and self.module.kind != "frozen" else 1) + grad_input + self.beside_output(n)
 
     def beside_output(self, n: int) -> int:
         """Returns the bytes of the residual stream's gradient, where it is not that of the output."""
