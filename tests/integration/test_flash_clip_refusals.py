@@ -254,6 +254,33 @@ def test_a_mean_that_is_read_scales_the_next_call(mean: str, dtype: torch.dtype)
         module(x * scale).sum().backward()
 
 
+@pytest.mark.parametrize("mean", ["0.05832002", "0.0583200153"])
+def test_a_mean_of_the_step_before_scales_the_loss(mean: str) -> None:
+    """It is refused even where the mean is nearly a number of few digits."""
+    module = GradSampleModuleFlashClip(nn.Linear(1, 1, bias=False).double(), loss_reduction="sum")
+    nn.init.ones_(next(module.parameters()))
+    optimizer = DPOptimizerFlashClip(
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        module=module,
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=6,
+        loss_reduction="sum",
+    )
+
+    def train(x: torch.Tensor, scale: float) -> float:
+        optimizer.zero_grad()
+        out = module(x)
+        (out.square().sum() * scale).backward()
+        optimizer.step()
+        return float(out.mean().item())
+
+    x = torch.tensor([[-1.0], [0.25], [0.5], [-0.25], [0.0], [0.5]], dtype=torch.float64) + float(mean)
+    scale = train(x, 1.0)
+    with pytest.raises(MemprofError, match="earlier step"):
+        train(x.flip(0), scale)
+
+
 def test_a_constant_scales_the_next_call() -> None:
     """It is accepted although a mean was read."""
     module = GradSampleModuleFlashClip(nn.Linear(1, 1, bias=False), loss_reduction="sum")

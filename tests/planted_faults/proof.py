@@ -111,6 +111,22 @@ FAULTS = [
         programs("outside_mean_of_an_array", "outside_center", "outside_list_under_a_mode"),
     ),
     Fault(
+        "numbers_that_look_short_are_the_programs_own",
+        "module/read_numbers.py",
+        "abs(short - x) > 1e-14 * abs(x)",
+        "abs(short - x) > 1e-6 * abs(x)",
+        "A mean of the step before, which is nearly a number of four digits, scales the loss.",
+        integration("flash_clip_refusals::a_mean_of_the_step_before_scales_the_loss"),
+    ),
+    Fault(
+        "the_first_number_read_is_the_programs_own",
+        "module/read_numbers.py",
+        'if not frame.f_globals.get("__name__", "").startswith(_CLIPPING):',
+        "if True:",
+        "A mean of few digits, the first that the program reads, scales the inputs of the next call.",
+        integration("flash_clip_refusals::a_mean_that_is_read_scales_the_next_call[torch.float64-0.375]"),
+    ),
+    Fault(
         "new_numbers_are_the_programs_own",
         "module/read_numbers.py",
         "if earlier is None or self.before is None or torch",
