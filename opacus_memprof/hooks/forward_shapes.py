@@ -5,11 +5,15 @@ Modules are probed in the forward pass of each batch that is larger than all ear
 repeated on fake tensors, for the shapes of modules that it did not reach.
 """
 
+import inspect
+import sys
+import threading
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
 
 _EVALUATIONS = 1000  # the number of evaluations whose steps are remembered
+_MOST_NODES = 10_000  # of autograd's graph that are looked at
 _FEWEST_NODES = 3  # a matrix of two by two can be anything
 
 
@@ -43,6 +48,7 @@ class WatchedModel:
         probe_handles: handles of the probes of the running forward pass.
         samples: the number of samples of the largest batch.
         has_squares: whether its forward pass has returned a matrix of samples by samples; None before it has ended.
+        is_told_apart: whether no other dimension of what it has returned can be taken for the samples.
     """
 
     root: "weakref.ref[nn.Module]"
@@ -55,14 +61,17 @@ class WatchedModel:
     probe_handles: list[RemovableHandle] = field(default_factory=list)
     samples: int = 0
     has_squares: bool | None = None
+    is_told_apart: bool = False
 
     def mixes_samples(self) -> bool:
-        """Returns whether the largest forward pass makes a matrix of samples by samples.
+        """Returns whether the largest forward pass, or the loss of it, makes a matrix of samples by samples.
 
         A matrix that only happens to be square is told from it by other batches. Where the output shows nothing, these
         are tried only if the first forward pass has not ended.
         """
-        return self.has_squares is not False and self.forward.mixes_samples(self.samples)
+        if self.has_squares is not False and self.forward.mixes_samples(self.samples):
+            return True
+        return self.is_told_apart and _has_squares_behind(_tensors_in_frames(), self.samples)
 
     def remove_probes(self) -> None:
         while self.probe_handles:
@@ -223,9 +232,48 @@ def on_output(root: nn.Module, output: Any) -> None:
     if model is None or model.root() is not root:
         return
     if model.probe_handles and model.samples > 1:
-        shapes = (tensor.shape for tensor in native.tensors_in((output,)))
-        model.has_squares = any(shape.count(model.samples) > 1 for shape in shapes)
+        outputs = native.tensors_in((output,))
+        model.has_squares = any(tensor.shape.count(model.samples) > 1 for tensor in outputs)
+        model.is_told_apart = all(size % model.samples for tensor in outputs for size in tensor.shape[1:])
+        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            cast("dict[object, object]", node.metadata)[WatchedModel] = (
+                model.samples
+            )  # which torch declares as a method
     model.remove_probes()
+
+
+def _tensors_in_frames() -> list[Tensor]:
+    """Returns the tensors of autograd's graph that variables of the functions that are running refer to."""
+    found: list[Tensor] = []
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        variables = frame.f_locals
+        found += [each for each in variables.values() if isinstance(each, Tensor) and each.grad_fn is not None]
+        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            variables.clear()  # a copy, which the frame keeps
+        frame = frame.f_back
+    return found
+
+
+def _has_squares_behind(tensors: Sequence[Tensor], samples: int) -> bool:
+    """Returns whether the tensors were computed from the model's output by a matrix of samples by samples.
+
+    Its sides can be multiples of the batch, as for two outputs that are concatenated. The nodes of outputs are marked.
+    """
+    waiting, seen = [each.grad_fn for each in tensors], set[Any]()
+    squares = reaches_output = False
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if WatchedModel in cast("dict[object, object]", node.metadata):
+            reaches_output = True
+            continue
+        for shape in (tuple(each.shape) for each in node._input_metadata):
+            squares |= any(size >= samples and size % samples == 0 and shape.count(size) > 1 for size in shape)
+        waiting += [following for following, _ in node.next_functions]
+    return squares and reaches_output
 
 
 class ShapeProbe:

@@ -98,6 +98,17 @@ def test_checkpoints_recompute_frozen_layers_behind_adapters(tmp_path: Path) -> 
     _expect(found, changed, tmp_path)
 
 
+def test_a_smaller_batch_of_expanded_weights_takes_what_is_predicted(tmp_path: Path) -> None:
+    script = (SCRIPTS / "expanded_weights.py").read_text()
+    report = _oom_report(script, 330 << 20, tmp_path)
+    (found,) = (
+        each for each in report["suggestions"] if [a["kind"] for a in each["actions"]] == ["max_physical_batch_size"]
+    )
+    assert found["actions"][0]["value"] < 32
+    changed, _ = follow(script, found)
+    _expect(found, changed, tmp_path)
+
+
 def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Path) -> None:
     script = (SCRIPTS / "dropped_wrapper.py").read_text()
     actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
@@ -147,6 +158,23 @@ def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:
     )
     assert completed.returncode == 1
     assert "mixes the 3 samples" in completed.stderr
+
+
+def test_a_mode_that_refuses_the_loss_is_not_offered(tmp_path: Path) -> None:
+    script = (SCRIPTS / "contrastive_loss.py").read_text()
+    device = _device_of(script, tmp_path)
+    report = _oom_report(script, device["peak"]["requested_bytes"] * 7 // 10, tmp_path)
+    offered = [each["title"] for each in (*device["improvements"], *report["suggestions"])]
+    assert 'grad_sample_mode="ghost"' in offered
+    assert not any(FLASH_CLIP in title for title in offered)
+    refused = re.sub("make_private\\(", f"make_private({FLASH_CLIP},", script).replace(
+        "from opacus ", "from opacus_memprof "
+    )
+    (tmp_path / "refused.py").write_text(refused.replace(".cuda()", ""))  # where there are values to find it by
+    command = [*interpreter(), str(tmp_path / "refused.py")]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert completed.returncode == 1
+    assert "depends on the other half" in completed.stderr
 
 
 def _oom_report(script: str, memory: int, directory: Path) -> dict[str, Any]:

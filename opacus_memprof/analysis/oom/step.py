@@ -14,6 +14,9 @@ from opacus_memprof.analysis.oom.layers import Layer, adds_outputs, as_sampled, 
 from opacus_memprof.clipping.cost import draws_in_place
 
 PER_SAMPLE_MODES = ("hooks", "functorch", "ew")  # the modes that keep per-sample gradients
+# Samples from which torch's expanded weights unfold a convolution's input; fewer are the groups of one convolution.
+# Source: torch/nn/utils/_expanded_weights/conv_utils.py, THRESHOLD.
+_UNFOLDED_FROM = 32
 _OPACUS_SAMPLERS = ("hooks", "functorch", "ghost", "fast")
 
 
@@ -350,6 +353,9 @@ class Step:
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
             names = cell_of(layer, self.layers)
             cell = [each for each in layers if each[0].name in names]
+            if cell and layer is cell[-1][0]:  # its first call in backward, before any has released what it keeps
+                outputs = layer.scale(layer.forward.input_bytes, n)  # whose gradient is live until the first call's
+                yield self._layer_backward(layer, n, {**parts, "activations": live, "backprop_copies": outputs})
             if cell and layer is cell[-1][0] and (first := first_formed(cell, n, self.samples)):
                 yield Instant("backward", layer.name, {**parts, **first, "activations": live - first["activations"]})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
@@ -403,6 +409,9 @@ class Step:
         gradients = left.pop("gradients")
         if self.mode in PER_SAMPLE_MODES:
             casts = max((layer.clipping_casts(n) for layer in self.layers), default=0)
+        if self.mode == "ew" and n < _UNFOLDED_FROM:  # their gradients have another memory layout, and are copied
+            ungrouped = (layer for layer in self.layers if layer.is_convolution and layer.module.groups == 1)
+            casts = max(casts, *(layer.per_sample_gradients(n) for layer in ungrouped), 0)
         parts = {**base, **left}
         in_clip = 0 if self.drops_gradients else gradients
         if self.mode in PER_SAMPLE_MODES:
