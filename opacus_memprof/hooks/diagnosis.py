@@ -5,8 +5,10 @@ Wrong are updates without clipping and noise, and per-sample gradients that nobo
 DPOptimizer for its parameters is followed. Only weak references are kept.
 """
 
+import ast
 import dis
 import inspect
+import linecache
 import sys
 import threading
 import weakref
@@ -359,24 +361,26 @@ def observe_program(shapes: TrainingShapes) -> None:
     """Records what the program calls its model, optimizer and loader, where its main thread is in a step.
 
     The names are those of the innermost function of the program that has an optimizer, and of its callers for what it
-    does not have itself.
+    does not have itself. Up to Python 3.11, an error that torch raises is made an object only where it is caught: if
+    that is not in the program, or in a module's call, its functions have returned.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     names: dict[str, str] = {}
     outermost: dict[str, str] = {}
     computes_epsilon = False
     next_call = ""
+    accumulates = False
     is_in_forward = True
-    while frame is not None:
+    for frame in _running_frames():
         is_in_forward &= frame.f_code.co_name not in ("backward", "step")
         if _is_own(frame.f_code.co_filename):
             next_call = next_call or _next_call(frame)
+            accumulates |= not shapes.mode and _accumulates(frame)
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
             found = _names_in(frame)
             if "optimizer" in names or "optimizer" in found:
                 names = {**found, **names}
             outermost |= found
-        frame = frame.f_back
+    shapes.accumulates = accumulates
     if shapes.cleared_step is None:  # no zero_grad has been seen: what the program does next is in its text alone
         shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
@@ -408,10 +412,48 @@ def observe_program(shapes: TrainingShapes) -> None:
     )
 
 
+def _running_frames() -> Iterator[FrameType]:
+    """Yields the frames of the main thread, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _next_call(frame: FrameType) -> str:
     """Returns which of zero_grad, backward and step a function names first after what it is doing; "" if none."""
     names = (each.argval for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
     return next((name for name in names if name in ("zero_grad", "backward", "step")), "")
+
+
+def _accumulates(frame: FrameType) -> bool:
+    """Returns whether the loop that a function is in clears gradients under a condition, and calls backward always."""
+    lines = linecache.getlines(frame.f_code.co_filename)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:  # cells of notebooks
+        return False
+    loops = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, (ast.For, ast.While)) and each.lineno <= frame.f_lineno <= (each.end_lineno or 0)
+    ]
+    for loop in loops[-1:]:  # the innermost: `walk` goes by depth
+        inside = {name: _calls_of(name, loop) for name in ("backward", "zero_grad")}
+        branches = [each for each in ast.walk(loop) if isinstance(each, ast.If)]
+        conditional = {call for branch in branches for name in inside for call in _calls_of(name, branch)}
+        return (
+            bool(inside["zero_grad"]) and inside["zero_grad"] <= conditional and bool(inside["backward"] - conditional)
+        )
+    return False
+
+
+def _calls_of(name: str, tree: ast.AST) -> set[ast.Call]:
+    return {
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == name
+    }
 
 
 def _names_in(frame: FrameType) -> dict[str, str]:

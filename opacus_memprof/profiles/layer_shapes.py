@@ -246,6 +246,8 @@ class TrainingShapes:
         keeps_gradients: whether p.grad outlives zero_grad; None if that was not seen.
         clears_late: whether the optimizer's zero_grad comes between a forward pass and its backward pass, so that what
             a step leaves lives through the next forward pass.
+        accumulates: whether the program without Opacus clears gradients only after some of its backward passes, as the
+            text of its loop says. Asked for when memory has run out.
         forward_step: the physical step of the latest forward pass that recorded a graph; None before the first one.
         cleared_step: the same of zero_grad.
         batches: (physical step, samples) whenever the number of samples changed.
@@ -289,6 +291,7 @@ class TrainingShapes:
     step_temporaries: int = 0
     keeps_gradients: bool | None = None
     clears_late: bool = False
+    accumulates: bool = False
     forward_step: int | None = None
     cleared_step: int | None = None
     batches: "deque[tuple[int, int]]" = field(default_factory=lambda: deque(maxlen=_BATCHES))

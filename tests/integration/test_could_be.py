@@ -109,6 +109,20 @@ def test_a_smaller_batch_of_expanded_weights_takes_what_is_predicted(tmp_path: P
     _expect(found, changed, tmp_path)
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_that_accumulate_are_live_in_later_backward_passes(accumulates: bool, tmp_path: Path) -> None:
+    script = (SCRIPTS / "accumulated.py").read_text()
+    place = "    if number % 4 == 3:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    assert place in script
+    if not accumulates:
+        script = script.replace(place, "    optimizer.step()\n    optimizer.zero_grad()\n")
+    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual // 2, tmp_path)
+    assert report["request"]["step"] == 0
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    assert not any(action["kind"] == "set_to_none" for each in report["suggestions"] for action in each["actions"])
+
+
 def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Path) -> None:
     script = (SCRIPTS / "dropped_wrapper.py").read_text()
     actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]

@@ -163,10 +163,12 @@ def _forward_passes(shapes: TrainingShapes, leftovers: Leftovers) -> int:
 
 
 def keeps_gradients(shapes: TrainingShapes) -> bool:
-    """Returns whether p.grad outlives zero_grad.
+    """Returns whether p.grad outlives zero_grad, or is there in later backward passes because it accumulates.
 
     If no zero_grad was seen, the defaults count: Opacus' optimizers keep it, torch's do not.
     """
+    if shapes.accumulates:
+        return True
     if shapes.keeps_gradients is not None:
         return shapes.keeps_gradients
     return shapes.mode not in ("", "flash_clip")

@@ -228,7 +228,9 @@ class Step:
             own = live - self._released_before(layer, n)
             parts = {"activations": own, "gradients": max(gradients, self._kept_gradients())}
             parts = {**parts, "per_sample_gradients": per_sample_gradients}
-            yield self._layer_backward(layer, n, parts)
+            # A gradient is added to one that exists when it has been formed.
+            formed = layer.module.bytes if self._kept_gradients() and not private else 0
+            yield self._layer_backward(layer, n, {**parts, "gradients": parts["gradients"] + formed})
             if private:
                 yield self._bias_gradients(layer, n, {**parts, "temp_matrices": layer.per_sample_gradients(n)})
             yield Instant(

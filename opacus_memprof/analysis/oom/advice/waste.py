@@ -346,7 +346,7 @@ def drop_unused_gradients(case: Case) -> Iterator[Suggestion]:
 
 def set_gradients_to_none(case: Case) -> Iterator[Suggestion]:
     """Suggests zero_grad(set_to_none=True), if zero_grad keeps p.grad as zeros through the next forward."""
-    if case.step is None or not case.step.keeps_gradients:
+    if case.step is None or not case.step.keeps_gradients or case.shapes.accumulates:
         return
     yield suggest(
         case,
