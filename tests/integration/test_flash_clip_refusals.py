@@ -5,7 +5,7 @@ import contextlib
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -838,3 +838,34 @@ def test_norms_of_the_step_before_cannot_weigh_losses() -> None:
 
     with pytest.raises(MemprofError, match="left in an earlier step"):
         weighed_steps()
+
+
+def _with_saved_tensors_hooks() -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
+class LikeACheckpoint(nn.Module):
+    """Has saved-tensor hooks on while a local variable refers to a generator, as torch 2.11's checkpoints have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hooks = _with_saved_tensors_hooks()
+        next(hooks)
+        if len(x) != 6:
+            raise ValueError("only whole batches")
+        out: torch.Tensor = self.last(x)
+        next(hooks, None)
+        return out
+
+
+def test_a_proof_that_fails_leaves_no_saved_tensor_hooks() -> None:
+    """Also while something refers to the error, as a debugger or a log does."""
+    module = GradSampleModuleFlashClip(LikeACheckpoint(), loss_reduction="sum")
+    with pytest.raises(MemprofError, match="not on some samples"):
+        module(torch.randn(6, 3))
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    assert top(False) is None

@@ -21,7 +21,7 @@ from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.proof.batches import alias_leaves, leaves_of_call, tensors_in
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
-from opacus_memprof.clipping.proof.model_state import without_compiled_autograd, without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.model_state import only_saved_tensors_hooks, without_compiled_autograd
 from opacus_memprof.clipping.proof.situations import Situation
 from opacus_memprof.errors import MemprofError
 
@@ -172,7 +172,7 @@ class ExplainedSteps:
                 warnings.warn(sentence, stacklevel=2)  # "mean" may be a default that nobody has thought of
             if own and len(own) == len(each.forwards) and each.samples is None:
                 try:
-                    with self.hooks.off(), without_compiled_autograd(), without_saved_tensors_hooks():
+                    with self.hooks.off(), without_compiled_autograd(), only_saved_tensors_hooks():
                         check_explained(each, own, trained, self.bookkeeping.workspace)
                 except torch.OutOfMemoryError:  # no memory left beside the step; a later forward is explained instead
                     continue

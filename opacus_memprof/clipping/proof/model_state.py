@@ -7,6 +7,7 @@ and functions that run the hooks of a module as a call of it would.
 
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -286,21 +287,44 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
-    """Disables the program's saved-tensor hooks inside the context.
+def only_saved_tensors_hooks(*wanted: tuple[Any, Any]) -> Iterator[None]:
+    """Makes these the only saved-tensor hooks inside the context; afterwards, those of before are on again.
 
-    Otherwise a checkpoint around the model would treat the tensors of a proof as its own.
+    Otherwise a checkpoint around the model would treat the tensors of a proof as its own. One whose function raises
+    leaves its hooks on until nothing refers to its frame any more (torch 2.11): here this ends inside the context.
+
+    Args:
+        wanted: pairs of functions that pack and unpack a tensor, the innermost last.
     """
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
+    handled = sys.exc_info()[1]  # by the program, whose frames stay as they are
+    before = _pop_saved_tensors_hooks()
+    _push_saved_tensors_hooks(wanted)
     try:
         yield
+    except BaseException as error:
+        each: BaseException | None = error
+        while each is not None and each is not handled:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        raise
     finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        _pop_saved_tensors_hooks()
+        _push_saved_tensors_hooks(before)
+
+
+def _pop_saved_tensors_hooks() -> list[tuple[Any, Any]]:
+    """Removes all saved-tensor hooks, and returns them, the innermost last."""
+    autograd: Any = torch._C._autograd
+    hooks: list[tuple[Any, Any]] = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.insert(0, top)
+        autograd._pop_saved_tensors_default_hooks()
+    return hooks
+
+
+def _push_saved_tensors_hooks(hooks: Iterable[tuple[Any, Any]]) -> None:
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def is_recomputed() -> bool:

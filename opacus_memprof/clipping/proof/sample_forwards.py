@@ -16,6 +16,7 @@ from opacus_memprof.clipping.forwards.state import ModuleState, RandomState, res
 from opacus_memprof.clipping.layer_hooks import LayerHooks, Running
 from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.proof.batches import graph_nodes, tensors_in, variables
+from opacus_memprof.clipping.proof.model_state import only_saved_tensors_hooks
 
 SAMPLES = ((0, 1, 2), (0, 9, 2), (3, 4, 5, 6), (8, 7))
 """The samples of each forward. Indices beyond the batch stand for samples that are made from others."""
@@ -75,7 +76,7 @@ class SampleForwards:
         A graph is needed because a model may return other outputs without gradients.
         """
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+            with only_saved_tensors_hooks((_drop, _refuse)):
                 return self._run_forward(samples, observe)
         except Exception:  # the model computes gradients in its forward, and needs the tensors that were dropped
             return self._run_forward(samples, observe)

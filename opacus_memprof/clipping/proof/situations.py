@@ -26,7 +26,7 @@ from opacus_memprof.clipping.layers import GenericLayer, Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.proof.batches import has_samples
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.model_state import Arguments, without_compiled_autograd, without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.model_state import Arguments, only_saved_tensors_hooks, without_compiled_autograd
 from opacus_memprof.clipping.proof.probe import CannotRunError, Probe
 from opacus_memprof.clipping.proof.program import Program
 from opacus_memprof.clipping.proof.prover import Prover
@@ -218,7 +218,7 @@ class Situations:
         count = batch if self.check == "always" else min(batch, max(2, batch // _SHARE))
         drawn = Random(situation.forwards).sample(range(batch), count)
         leaves, structure = tree_flatten((args, kwargs))
-        with without_saved_tensors_hooks():
+        with only_saved_tensors_hooks():
             some = [leaf[sorted(drawn)] if has_samples(leaf, batch) else leaf for leaf in leaves]
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,7 +255,7 @@ class Situations:
             with (
                 eager() if self._is_eager else nullcontext(),
                 without_compiled_autograd(),
-                without_saved_tensors_hooks(),
+                only_saved_tensors_hooks(),
                 restoring_state(entry),
                 torch.enable_grad(),
             ):
