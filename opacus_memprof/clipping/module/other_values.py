@@ -161,7 +161,8 @@ class OtherValues:
 
     def prune(self) -> None:
         """Forgets tensors that are gone."""
-        self._others = {key: each for key, each in self._others.items() if not each[0].expired()}
+        others = self._others.copy()  # garbage collection may end a model's mode meanwhile, which clears it
+        self._others = {key: each for key, each in others.items() if not each[0].expired()}
 
     def is_empty(self) -> bool:
         """Returns whether nothing depends on the samples."""
@@ -170,7 +171,7 @@ class OtherValues:
     def has_computed(self) -> bool:
         """Returns whether something is left that the program has computed from the samples, other than its data."""
         own = self._given | self._labels
-        return any(not each.expired() for key, (each, _) in self._others.items() if key not in own)
+        return any(not each.expired() for key, (each, _) in self._others.copy().items() if key not in own)
 
     def is_of_program(self, x: torch.Tensor) -> bool:
         """Returns whether a tensor is the program's own data: an input, a label, or a gradient."""
