@@ -261,19 +261,25 @@ def _has_squares_behind(tensors: Sequence[Tensor], samples: int) -> bool:
     Its sides can be multiples of the batch, as for two outputs that are concatenated. The nodes of outputs are marked.
     """
     waiting, seen = [each.grad_fn for each in tensors], set[Any]()
-    squares = reaches_output = False
+    outputs, users = list[Any](), dict[Any, list[Any]]()
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if WatchedModel in cast("dict[object, object]", node.metadata):
-            reaches_output = True
+            outputs.append(node)
             continue
-        for shape in (tuple(each.shape) for each in node._input_metadata):
-            squares |= any(size >= samples and size % samples == 0 and shape.count(size) > 1 for size in shape)
-        waiting += [following for following, _ in node.next_functions]
-    return squares and reaches_output
+        for following, _ in node.next_functions:
+            users.setdefault(following, []).append(node)
+            waiting.append(following)
+    computed = set[Any]()  # from outputs: the graph of another model, such as a reference, has squares of its own
+    while outputs:
+        later = [node for node in users.get(outputs.pop(), ()) if node not in computed]
+        computed.update(later)
+        outputs += later
+    shapes = [tuple(each.shape) for node in computed for each in node._input_metadata]
+    return any(size >= samples and size % samples == 0 and shape.count(size) > 1 for shape in shapes for size in shape)
 
 
 class ShapeProbe:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from opacus_memprof.clipping.proof.model_state import ModelState, Tokens, without_saved_tensors_hooks
+from opacus_memprof.clipping.proof.model_state import ModelState, Tokens, only_saved_tensors_hooks
 
 
 class Counted(nn.Module):
@@ -107,7 +107,7 @@ def test_saved_tensor_hooks_are_off_only_during_a_proof() -> None:
 
     with hooks("outer"):
         with hooks("inner"):
-            with without_saved_tensors_hooks():
+            with only_saved_tensors_hooks():
                 save()
             assert packed == []
             save()
