@@ -7,10 +7,8 @@ DPOptimizer for its parameters is followed. Only weak references are kept.
 
 import ast
 import dis
-import inspect
 import linecache
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -370,7 +368,7 @@ def observe_program(shapes: TrainingShapes) -> None:
     next_call = ""
     accumulates = False
     is_in_forward = True
-    for frame in _running_frames():
+    for frame in forward_shapes.running_frames():
         is_in_forward &= frame.f_code.co_name not in ("backward", "step")
         if _is_own(frame.f_code.co_filename):
             next_call = next_call or _next_call(frame)
@@ -410,14 +408,6 @@ def observe_program(shapes: TrainingShapes) -> None:
         # BatchMemoryManager has queued whether this batch is the last of a logical one
         splits_batches=any(getattr(each, "_step_skip_queue", None) for each in list(_optimizers)),
     )
-
-
-def _running_frames() -> Iterator[FrameType]:
-    """Yields the frames of the main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _next_call(frame: FrameType) -> str:
@@ -486,10 +476,8 @@ def _unwrapped(value: Any) -> Any:
 
 def _named_values(frame: FrameType) -> dict[str, Any]:
     """Returns what a function's variables refer to, and behind them the attributes of the program's own objects."""
-    variables = frame.f_locals
-    values = {name: value for name, value in variables.items() if name.isidentifier() and not name.startswith("_")}
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()  # a copy, which the frame keeps: it would keep tensors alive that the program deletes
+    variables = forward_shapes.variables_of(frame).items()
+    values = {name: value for name, value in variables if name.isidentifier() and not name.startswith("_")}
     for name, value in list(values.items()):
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
         if file is not None and _is_own(file) and not isinstance(value, (nn.Module, Optimizer, DataLoader)):

@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType
@@ -236,23 +236,34 @@ def on_output(root: nn.Module, output: Any) -> None:
         model.has_squares = any(tensor.shape.count(model.samples) > 1 for tensor in outputs)
         model.is_told_apart = all(size % model.samples for tensor in outputs for size in tensor.shape[1:])
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
-            cast("dict[object, object]", node.metadata)[WatchedModel] = (
-                model.samples
-            )  # which torch declares as a method
-    model.remove_probes()
+            _metadata_of(node)[WatchedModel] = model.samples
+
+
+def running_frames() -> Iterator[FrameType]:
+    """Yields the frames of the main thread, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Returns what a function's variables refer to."""
+    variables = frame.f_locals
+    found = dict(variables)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()  # a copy, which the frame keeps: it would keep tensors alive that the program deletes
+    return found
 
 
 def _tensors_in_frames() -> list[Tensor]:
     """Returns the tensors of autograd's graph that variables of the functions that are running refer to."""
-    found: list[Tensor] = []
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        variables = frame.f_locals
-        found += [each for each in variables.values() if isinstance(each, Tensor) and each.grad_fn is not None]
-        if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            variables.clear()  # a copy, which the frame keeps
-        frame = frame.f_back
-    return found
+    values = [value for frame in running_frames() for value in variables_of(frame).values()]
+    return [each for each in values if isinstance(each, Tensor) and each.grad_fn is not None]
+
+
+def _metadata_of(node: Any) -> dict[object, object]:
+    return cast("dict[object, object]", node.metadata)  # which torch declares as a method
 
 
 def _has_squares_behind(tensors: Sequence[Tensor], samples: int) -> bool:
@@ -267,7 +278,7 @@ def _has_squares_behind(tensors: Sequence[Tensor], samples: int) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if WatchedModel in cast("dict[object, object]", node.metadata):
+        if WatchedModel in _metadata_of(node):
             outputs.append(node)
             continue
         for following, _ in node.next_functions:
