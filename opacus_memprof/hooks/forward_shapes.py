@@ -237,6 +237,7 @@ def on_output(root: nn.Module, output: Any) -> None:
         model.is_told_apart = all(size % model.samples for tensor in outputs for size in tensor.shape[1:])
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             _metadata_of(node)[WatchedModel] = model.samples
+    model.remove_probes()
 
 
 def running_frames() -> Iterator[FrameType]:
@@ -258,8 +259,12 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
 def _tensors_in_frames() -> list[Tensor]:
     """Returns the tensors of autograd's graph that variables of the functions that are running refer to."""
-    values = [value for frame in running_frames() for value in variables_of(frame).values()]
-    return [each for each in values if isinstance(each, Tensor) and each.grad_fn is not None]
+    found: list[Tensor] = []
+    for frame in running_frames():
+        # Nothing else is kept: this function's own frame, in a list of its own, would live until garbage is collected.
+        values = variables_of(frame).values()
+        found += [each for each in values if isinstance(each, Tensor) and each.grad_fn is not None]
+    return found
 
 
 def _metadata_of(node: Any) -> dict[object, object]:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from opacus import PrivacyEngine
+from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from tests import models
@@ -84,3 +86,37 @@ def test_profiled_run_has_the_same_peak(model: Model, mode: str, tmp_path: Path)
         session.attach(engine)
         profiled = peak(engine)
     assert profiled == alone
+
+
+def test_losses_die_when_the_program_lets_go(tmp_path: Path) -> None:
+    engine, model = PrivacyEngine(), torch.nn.Linear(3, 2)
+    with opacus_memprof.profile(tmp_path / "profile", device="cpu") as session:
+        session.attach(engine)
+        model, optimizer, _ = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        gc.disable()  # as in the middle of any run, in which a cycle would keep them
+        try:
+            for _ in range(3):
+                loss = model(torch.randn(4, 3)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                lost = weakref.ref(loss)
+                del loss
+                assert lost() is None
+        finally:
+            gc.enable()
+
+
+def test_only_the_largest_forwards_are_probed(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    with opacus_memprof.profile(tmp_path / "profile", device="cpu") as session:
+        session.attach(model)
+        before = [len(module._forward_hooks) for module in model]
+        model(torch.zeros(5, 3))
+        assert [len(module._forward_hooks) for module in model] == before
