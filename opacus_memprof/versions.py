@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of this package, and versions of other installed packages. Imports none of them."""
+"""The version of this package, versions of other installed packages, and what differs between those of Python.
+
+Imports none of the packages.
+"""
 
 import importlib.util
+import inspect
 import re
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 VERSION = "0.1.0"  # of opacus-memprof, as in pyproject.toml
@@ -124,3 +130,18 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Returns what the variables of a running function refer to.
+
+    Up to Python 3.12, frame.f_locals is a copy that the frame keeps, with which a tensor would live on that the
+    program deletes. It is emptied, unless the program has it, too: then it called locals().
+    """
+    variables = frame.f_locals
+    found = dict(variables)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        ours = 3  # references: the frame's, and two here
+        if sys.getrefcount(variables) <= ours:
+            variables.clear()
+    return found

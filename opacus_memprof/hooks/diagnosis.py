@@ -33,6 +33,7 @@ from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
+from opacus_memprof.versions import variables_of
 
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()  # private
 _optimizers: "weakref.WeakKeyDictionary[DPOptimizer, None]" = weakref.WeakKeyDictionary()  # of private models
@@ -476,7 +477,7 @@ def _unwrapped(value: Any) -> Any:
 
 def _named_values(frame: FrameType) -> dict[str, Any]:
     """Returns what a function's variables refer to, and behind them the attributes of the program's own objects."""
-    variables = forward_shapes.variables_of(frame).items()
+    variables = variables_of(frame).items()
     values = {name: value for name, value in variables if name.isidentifier() and not name.startswith("_")}
     for name, value in list(values.items()):
         file = getattr(sys.modules.get(type(value).__module__), "__file__", None)

@@ -5,7 +5,6 @@ Modules are probed in the forward pass of each batch that is larger than all ear
 repeated on fake tensors, for the shapes of modules that it did not reach.
 """
 
-import inspect
 import sys
 import threading
 import weakref
@@ -27,6 +26,7 @@ from opacus_memprof.profiles.layer_shapes import CaptureShape
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
+from opacus_memprof.versions import variables_of
 
 _EVALUATIONS = 1000  # the number of evaluations whose steps are remembered
 _MOST_NODES = 10_000  # of autograd's graph that are looked at
@@ -246,15 +246,6 @@ def running_frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Returns what a function's variables refer to."""
-    variables = frame.f_locals
-    found = dict(variables)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()  # a copy, which the frame keeps: it would keep tensors alive that the program deletes
-    return found
 
 
 def _tensors_in_frames() -> list[Tensor]:

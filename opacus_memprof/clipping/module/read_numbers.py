@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from opacus_memprof.clipping.forwards.repetition import dispatch_modes, enter_dispatch_modes, leave_dispatch_modes
 from opacus_memprof.clipping.proof.summary import Tensors
+from opacus_memprof.versions import variables_of
 
 _MOST_NUMBERS = 64
 _SMALL = [10.0**-i for i in range(3, 13)]
@@ -255,7 +256,7 @@ class Existing:
         frame = sys._getframe(1)
         while frame is not None:
             if not frame.f_globals.get("__name__", "").startswith(_CLIPPING):  # not where the number is read
-                for value in list(frame.f_locals.values()):
+                for value in variables_of(frame).values():
                     self._add(value, _DEPTH)
             frame = frame.f_back  # type: ignore[assignment]
         self._seen.clear()
