@@ -170,20 +170,33 @@ def runs_out(memprof):
 def skips(memprof):
     pytest.skip("no GPU")
 
+@pytest.fixture
+def fails_at_its_end(memprof):
+    yield
+    raise ValueError("no disk")
+
 def test_fails(fails): ...
 def test_runs_out(runs_out): ...
 def test_skips(skips): ...
+def test_fails_at_its_end(fails_at_its_end): ...
+def test_last(memprof): ...
 """
     result = run(source, "--memprof-report=out")
-    result.assert_outcomes(errors=2, skipped=1)
+    result.assert_outcomes(errors=3, skipped=1, passed=2)
     result.stdout.fnmatch_lines(["*Captured opacus-memprof setup*", "cpu ran out of memory: *"])
-    profiles = [json.loads(path.read_text()) for path in sorted((pytester.path / "out").glob("*/profile.json"))]
-    assert [(profile["status"], profile["error"]) for profile in profiles[::2]] == [
-        ("failed", "ValueError: no data"),
-        ("finished", None),
-    ]
-    assert profiles[1]["status"] == "out_of_memory"
-    assert profiles[0]["devices"]["cpu"]["peak"]["requested_bytes"] == 2 * 2**20
+    paths = (pytester.path / "out").glob("*/profile.json")
+    profiles = {path.parent.name.split("_test_")[1].split("-")[0]: json.loads(path.read_text()) for path in paths}
+    assert {
+        name: (profile["status"], profile["error"]) for name, profile in profiles.items() if name != "runs_out"
+    } == {
+        "fails": ("failed", "ValueError: no data"),
+        "skips": ("finished", None),
+        "fails_at_its_end": ("failed", "ValueError: no disk"),
+        "last": ("finished", None),
+    }
+    assert profiles["runs_out"]["status"] == "out_of_memory"
+    assert profiles["fails"]["devices"]["cpu"]["peak"]["requested_bytes"] == 2 * MIB
+    assert session.current() is None
 
 
 def test_an_interrupted_run_leaves_nothing_running(run: Run, pytester: pytest.Pytester) -> None:

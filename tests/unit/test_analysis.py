@@ -300,6 +300,7 @@ def test_a_late_device_has_the_counters_peak(tmp_path: Path) -> None:
     assert peak.keys() == profile["devices"]["cpu"]["peak"].keys()
     assert (peak["source"], peak["requested_bytes"], peak["rounding"]) == ("counters", 5000, 1144)
     assert {name: size for name, size in peak["categories"].items() if size} == {"noise": 4000, "inputs": 1000}
+    assert peak["categories"].keys() == profile["devices"]["cpu"]["peak"]["categories"].keys()
     assert [(snapshot["index"], snapshot["requested_bytes"]) for snapshot in device["snapshots"]] == [(3, 30)]
     assert any(
         sentence.startswith("cuda:0: the peak of 5000 bytes is not in the event files")
