@@ -247,12 +247,21 @@ def describe_model(model: ModelCheck) -> str:
     if private.refused:
         first = private.refusals[0].reason.rstrip(".")
         parts.append(f"{format_count(private.refused, 'refusal')}, first: {first}")
-    elif model.steps is not None:
+    elif model.steps is not None and not _is_virtual(model):
         parts.append("nothing refused")
     return "; ".join(parts) + "."
 
 
+def _is_virtual(model: ModelCheck) -> bool:
+    return model.device.startswith("virtual ")
+
+
 def _describe_proofs(model: ModelCheck) -> str:
+    if _is_virtual(model):
+        return (
+            "nothing was proved, because a virtual GPU does not compute large tensors: train some steps on a real "
+            "device"
+        )
     if model.check == "off":
         return 'nothing was proved (check="off")'
     if model.mode != "flash_clip":

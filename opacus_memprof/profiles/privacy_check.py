@@ -107,7 +107,7 @@ class ModelCheck(JsonObject):
 
     Attributes:
         model: the name of its class.
-        device: the GPU's name, or "cpu".
+        device: the GPU's name, or "cpu". With "virtual " before it, nothing was proved, as if `check` were "off".
         max_grad_norm, noise_multiplier: the smallest and the largest of the run.
         bounds: the bounds of the parameters, at first, with clipping="per_layer".
         check: which forwards, or steps, are checked.

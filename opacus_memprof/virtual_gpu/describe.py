@@ -136,7 +136,21 @@ def describe_limits() -> list[str]:
         "took its shape or its indices from values that the virtual GPU does not compute: an upper bound is used, and "
         "a real GPU may allocate less",
     )
-    return [*_kernel_warnings(gpus.gpu), *ranks, *reads, *shapes]
+    return [*_kernel_warnings(gpus.gpu), *_refusals_by_flash_clip(), *ranks, *reads, *shapes]
+
+
+def _refusals_by_flash_clip() -> list[str]:
+    """Returns a warning if the program computes a matrix of samples by samples where a proof was left out."""
+    from opacus_memprof.recording import observations  # loads torch
+
+    shapes = observations.layer_shapes()
+    if not (proofs_left_out() and shapes.mode == "flash_clip" and shapes.mixes_samples()):
+        return []
+    return [
+        "the model or its loss makes a matrix of samples by samples, as a contrastive loss does: on a real device "
+        "flash_clip probably refuses the first step, because what it makes of one sample depends on others; train one "
+        "step on the CPU to know"
+    ]
 
 
 def _matters(use: "Use") -> bool:

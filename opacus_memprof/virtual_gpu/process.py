@@ -175,6 +175,7 @@ def _configure_compilers(libraries: Path) -> None:
     _on_import("torch.distributions.distribution", _accept_uncomputed_parameters)
     _on_import("opacus_memprof.clipping.kernels.noise", _believe_noise_kernel)
     _on_import("opacus_memprof.clipping.proof.situations", _leave_proofs_out)
+    _on_import("opacus_memprof.clipping.proof.certificate", _certify_nothing)
 
 
 def _on_import(name: str, set_up: Callable[[Any], None]) -> None:
@@ -245,6 +246,21 @@ def _leave_proofs_out(situations: Any) -> None:
         self.check = "off"
 
     situations.Situations.__init__ = make_without_proofs
+
+
+def _certify_nothing(certificate: Any) -> None:
+    """Makes privacy_check.json say that nothing was proved: every check succeeds on zeros that were not computed."""
+    describe = certificate.Certificate.to_data
+
+    @functools.wraps(describe)
+    def describe_without_checks(self: Any) -> Any:
+        data = describe(self)
+        data |= {"device": f"virtual {self.device}", "check": "off", "in_every_step": [], "checked_steps": {}}
+        data["situations"] = [each | {"checks": {}} for each in data["situations"]]
+        data["not_private"]["largest_sum"] = None
+        return data
+
+    certificate.Certificate.to_data = describe_without_checks
 
 
 def _accept_uncomputed_parameters(module: Any) -> None:

@@ -245,11 +245,48 @@ def test_what_could_be_is_what_a_run_with_it_takes(tmp_path: Path) -> None:
         profile = profile_of(tmp_path / mode / "out")
         devices[mode] = profile["devices"]["cuda:0"]
         assert profile["virtual"]["proofs_left_out"] == (mode == "flash_clip")
+        assert not [each for each in profile["warnings"] if "samples by samples" in each]
     predicted = {each["title"]: each["predicted_peak_bytes"] for each in devices["hooks"]["improvements"]}
     actual = devices["flash_clip"]["peak"]["requested_bytes"]
     assert actual < devices["hooks"]["peak"]["requested_bytes"] / 2
     assert 0.97 * actual <= predicted['grad_sample_mode="flash_clip"'] <= 1.1 * actual
     assert devices["flash_clip"]["improvements"] == []
+
+
+COMPARES_SAMPLES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from opacus_memprof import PrivacyEngine
+
+model = nn.Linear(2048, 1000).cuda()
+model, optimizer, loader = PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+    data_loader=DataLoader(TensorDataset(torch.randn(64, 2048)), batch_size=64), poisson_sampling=False,
+    grad_sample_mode=MODE, check="always",
+)
+for (x,) in loader:
+    z = nn.functional.normalize(model(x.cuda()))
+    loss = nn.functional.cross_entropy(z @ z.T, torch.arange(64).cuda())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("mode", ["flash_clip", "hooks"])
+def test_nothing_is_certified_of_values_that_are_not_computed(mode: str, tmp_path: Path) -> None:
+    completed = of_script(tmp_path, f"MODE = {mode!r}{COMPARES_SAMPLES}")
+    assert completed.returncode == 0, completed.stderr
+    (model,) = json.loads((tmp_path / "out" / "privacy_check.json").read_text())["models"]
+    assert (model["device"], model["check"], model["steps"]) == ("virtual NVIDIA H200", "off", 1)
+    assert not model["checked_steps"]
+    assert not model["in_every_step"]
+    assert not any(situation["checks"] for situation in model["situations"])
+    printed = " ".join(completed.stdout.split())
+    assert "nothing was proved, because a virtual GPU does not compute large tensors" in printed
+    assert "nothing refused" not in printed
+    expected = 1 if mode == "flash_clip" else 0  # what flash_clip would refuse on a GPU
+    assert len([each for each in profile_of(tmp_path / "out")["warnings"] if "samples by samples" in each]) == expected
 
 
 CONV1D = """
