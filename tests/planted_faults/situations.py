@@ -5,6 +5,30 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "output_of_another_output_gets_an_alias",
+        "module/attached_hooks.py",
+        "if x.grad_fn is not None and x.grad_fn in graph_nodes(",
+        "if x.grad_fn is None and x.grad_fn in graph_nodes(",
+        "autograd.grad of an output from which another one is computed fails in checked steps.",
+        programs("graph_weighted_by_gradient", "graph_kept_gradient"),
+    ),
+    Fault(
+        "gradients_beside_outputs_are_the_program_s",
+        "module/attached_hooks.py",
+        "        if _number_of(node) < self._end:\n            return []\n",
+        "",
+        "A term that reaches an output beside it, from which another output is computed, is not noticed.",
+        programs("graph_beside_features"),
+    ),
+    Fault(
+        "one_use_of_an_inner_output",
+        "module/attached_hooks.py",
+        "self.gradient = gradient if self.gradient is None else self.gradient + gradient",
+        "self.gradient = gradient",
+        "A loss that uses an output twice is refused where another output is computed from it.",
+        programs("graph_weighted_by_gradient"),
+    ),
+    Fault(
         "saved_tensors_hooks_make_no_situation",
         "proof/model_state.py",
         "(*modes, *(() if hooks is None else map(code_of, hooks)))",

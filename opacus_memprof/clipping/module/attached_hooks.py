@@ -7,7 +7,7 @@ Also finds the flash_clip module of a parameter, for optimizers that are made fr
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from types import MethodType
@@ -25,7 +25,7 @@ from opacus_memprof.clipping.forwards.repetition import Modes
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.kernels.native import ModuleHook, is_backward_of_inputs
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.proof.batches import graph_nodes
+from opacus_memprof.clipping.proof.batches import OUTPUT, Root, edge_of, graph_nodes
 from opacus_memprof.clipping.proof.model_state import run_hooks, run_pre_hooks
 from opacus_memprof.errors import MemprofError
 
@@ -156,9 +156,10 @@ class GraphHooks:
         self.refuse = refuse
         self._begin = 0
         self._graphs: list[_Graph] = []
+        self._inner: list[InnerOutput] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"refuse": self.refuse, "_begin": 0, "_graphs": []}
+        return {"refuse": self.refuse, "_begin": 0, "_graphs": [], "_inner": []}
 
     def begin_call(self) -> None:
         """Called before a forward. Nodes of autograd's graph are numbered in the order in which they are made."""
@@ -172,9 +173,33 @@ class GraphHooks:
             self._graphs.append(_Graph(self._begin, end, places, [weakref.ref(x) for x in outputs]))
             _follow_registrations(self)
 
+    def add_inner(self, outputs: list[torch.Tensor]) -> "dict[int, InnerOutput]":
+        """Returns those of a call's outputs from which others are computed, by id. They cannot be replaced by aliases.
+
+        The program may ask for the gradient that reaches them through the others: of an alias, which the others are
+        not computed from, autograd has none.
+        """
+        found = {}
+        for x in outputs:
+            if x.grad_fn is not None and x.grad_fn in graph_nodes([each for each in outputs if each is not x]):
+                found[id(x)] = InnerOutput(x)
+        self._inner += found.values()
+        return found
+
+    def begin_backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Called before a backward from these tensors. Returns handles of hooks, which are removed after it."""
+        handles = []
+        for node in graph_nodes(roots, stop_at_outputs=True) if self._inner else ():
+            for each in self._inner:
+                handles += each.follow(node)
+        for each in self._inner:
+            each.begin(roots, gradients)
+        return handles
+
     def clear(self) -> None:
         """Forgets all calls, whose backward is over or does not count."""
         self._graphs.clear()
+        self._inner.clear()
         _watching.discard(self)
         if not _watching:
             _end_following()
@@ -206,6 +231,51 @@ class GraphHooks:
                     )
                 )
         return found
+
+
+class InnerOutput:
+    """An output of a call from which other outputs are computed, and the gradient that the program's own use gives it.
+
+    Args:
+        x: the output. Only its place in the graph is kept: hooks of the graph hold this object.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        node: Any = x.grad_fn
+        node.metadata[OUTPUT] = True
+        self._place = _number_of(node), x.output_nr
+        self._end = torch._C._autograd._get_sequence_nr()
+        self.gradient: torch.Tensor | None = None
+
+    def begin(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Begins a backward from these tensors, of which it may be one."""
+        self.gradient = None
+        for (node, nr), gradient in zip(map(edge_of, roots), gradients, strict=False):
+            if node is not None and (_number_of(node), nr) == self._place:
+                self._add(gradient)
+
+    def follow(self, node: Any) -> list[Any]:
+        """Adds the gradient that a node of the program's graph will give to it. Returns the handles of hooks."""
+        if _number_of(node) < self._end:
+            return []
+        places = [i for i, (x, nr) in enumerate(node.next_functions) if x and (_number_of(x), nr) == self._place]
+        return [node.register_hook(functools.partial(self._add_of, i)) for i in places]
+
+    def _add_of(self, place: int, gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+        self._add(gradients[place])
+
+    def _add(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def of_program(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """Returns a hook for the tensor that passes on what the program's own use of it gives, if it uses it."""
+
+        def run(_: torch.Tensor) -> None:
+            if self.gradient is not None:
+                hook(self.gradient)
+
+        return run
 
 
 @dataclass
@@ -257,13 +327,25 @@ def _follow_registrations(owner: GraphHooks) -> None:
     setattr(torch.Tensor, "register_hook", watched)  # noqa: B010  # not an assignment to a method
     by_node = staticmethod(lambda hooks, hook: on_node(hooks, _watched(hook, None)))
     setattr(torch.autograd.Function, "_register_hook", by_node)  # noqa: B010
+    setattr(torch.autograd, "_engine_run_backward", _run_backward)  # noqa: B010
 
 
 def _end_following() -> None:
     if _replaced and torch.Tensor.register_hook is _replaced[1]:  # otherwise somebody else has replaced it since
         setattr(torch.Tensor, "register_hook", _replaced[0])  # noqa: B010
         del torch.autograd.Function._register_hook
+        setattr(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward)  # noqa: B010
         _replaced.clear()
+
+
+def _run_backward(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
+    is_first = torch._C._current_graph_task_id() == -1
+    handles = [each for owner in _watching for each in owner.begin_backward(roots, args[0])] if is_first else []
+    try:
+        return torch.autograd.graph._engine_run_backward(roots, *args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _watched(hook: Any, x: torch.Tensor | None) -> Any:

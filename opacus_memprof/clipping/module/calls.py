@@ -19,7 +19,7 @@ from opacus_memprof.clipping.forwards.repetition import Modes
 from opacus_memprof.clipping.forwards.state import INTERNAL, PLAIN, Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.layer_hooks import LayerHooks
-from opacus_memprof.clipping.proof.batches import alias_leaves, leaves_of_call, tensors_in
+from opacus_memprof.clipping.proof.batches import leaves_of_call, tensors_in
 from opacus_memprof.clipping.proof.explanation import RecordedForward, check_explained
 from opacus_memprof.clipping.proof.model_state import only_saved_tensors_hooks, without_compiled_autograd
 from opacus_memprof.clipping.proof.situations import Situation
@@ -102,22 +102,16 @@ class ExplainedSteps:
         """Drops all records."""
         self._records.clear()
 
-    def add(self, call: Call, output: Any, outputs: Outputs) -> tuple[Any, Outputs]:
-        """Adds a forward, and returns its output and the output's tensors, replaced by aliases.
-
-        Other outputs may be computed from an output. With an alias, only the program's use of the output counts.
-        """
+    def add(self, call: Call, outputs: Outputs) -> None:
+        """Adds a forward."""
         assert call.record is not None
         assert call.random is not None
-        output, aliases = alias_leaves(output, [x for x, _ in outputs])
-        arrangements = [where for _, where in outputs]
-        call.record.arrangements = arrangements
+        call.record.arrangements = [where for _, where in outputs]
         call.record.draws = call.random.has_moved()
         call.record.computed_in = None if call.situation is None else call.situation.computed_in
         proof = None if call.situation is None else call.situation.record
         call.record.proof = None if proof is None else (proof, proof.forwards)
         self._records[self.hooks.forward] = call.record
-        return output, list(zip(aliases, arrangements, strict=True))
 
     def begin_backward(
         self,

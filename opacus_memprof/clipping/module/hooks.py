@@ -2,6 +2,7 @@
 """The GradSampleModule and the GradSampleHooks of grad_sample_mode="flash_clip"."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from opacus_memprof.clipping.layers.registry import LayerRegistry
 from opacus_memprof.clipping.module.attached_hooks import (
     AttachedHooks,
     GraphHooks,
+    InnerOutput,
     refuse_private,
     remember_owner,
 )
@@ -525,15 +527,20 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             if where is None and x.numel() > 1 and hooks.batch:
                 x.register_hook(self._check_shared_gradient)  # type: ignore[no-untyped-call]
         record = call.record if outputs else None
+        inner: dict[int, InnerOutput] = {}
         if record is not None:
-            output, outputs = self._explained.add(call, output, outputs)
-        elif outputs and self._parts.is_due():  # with aliases, gradients are those of the loss alone
-            output, aliases = alias_leaves(output, [x for x, _ in outputs])
-            outputs = [(x, where) for x, (_, where) in zip(aliases, outputs, strict=True)]
+            self._explained.add(call, outputs)
+        if outputs and (record is not None or self._parts.is_due()):
+            # Gradients of aliases are those of the loss alone. Those of an output from which others are computed are
+            # told apart.
+            inner = self._graph_hooks.add_inner([x for x, _ in outputs])
+            output, aliases = alias_leaves(output, [x for x, _ in outputs if id(x) not in inner])
+            of_loss = iter(aliases)
+            outputs = [(x if id(x) in inner else next(of_loss), where) for x, where in outputs]
         modes = None if self.situations.check == "off" else call.modes
         for place, (x, _) in enumerate(outputs):
             begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, record, place)
-            x.register_hook(begin)  # type: ignore[no-untyped-call]
+            _add_hook(x, begin, inner)
         if call.entry is not self.registry.model and call.situation is not None and self._proofs.joint is None:
             self._parts.add(outputs, hooks.batch)
         repeated = call.situation.repeats() if call.situation is not None and others else []
@@ -547,7 +554,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             for x, where in outputs:
                 if where is not None:
                     end = functools.partial(self._end_between, mode, hooks.forward, where)
-                    x.register_hook(end)  # type: ignore[no-untyped-call]
+                    _add_hook(x, end, inner)
         return output
 
     def _end_between(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> None:
@@ -571,6 +578,11 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         ):
             return output, outputs
         return detach_for_two_passes(output, outputs, self.layer_hooks)
+
+
+def _add_hook(x: torch.Tensor, hook: Callable[[torch.Tensor], None], inner: Mapping[int, InnerOutput]) -> None:
+    """Registers a hook for the gradients of an output that the program's own use of it gives."""
+    x.register_hook(inner[id(x)].of_program(hook) if id(x) in inner else hook)  # type: ignore[no-untyped-call]
 
 
 class GradSampleModuleFlashClip(FlashClipHooks, AbstractGradSampleModule):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -91,19 +92,35 @@ class _Alias(torch.autograd.Function):
 
 ALIAS = "_AliasBackward"
 """The name of an alias in autograd's graph: an output of a private model."""
+OUTPUT = "opacus_memprof_output"
+"""A key in the metadata of a node of autograd's graph: it is an output of a private model, without an alias."""
 
 
-def graph_nodes(tensors: Iterable[torch.Tensor], stop_at_outputs: bool = False) -> list[Any]:
+def is_output(node: Any) -> bool:
+    """Returns whether a node of autograd's graph is an output of a private model whose loss is followed."""
+    return node.name() == ALIAS or OUTPUT in node.metadata
+
+
+Root = torch.Tensor | GradientEdge
+"""What a backward may begin at."""
+
+
+def edge_of(root: Root) -> tuple[Any, int]:
+    """Returns the node of autograd's graph that has computed a tensor, or None, and the number of its output."""
+    return (root.grad_fn, root.output_nr) if isinstance(root, torch.Tensor) else (root.node, root.output_nr)
+
+
+def graph_nodes(tensors: Iterable[Root], stop_at_outputs: bool = False) -> list[Any]:
     """Returns the nodes of autograd's graph that a backward from these tensors reaches.
 
     Args:
         tensors: the tensors.
         stop_at_outputs: whether what is behind outputs of private models is left out.
     """
-    waiting, seen = [x.grad_fn for x in tensors], dict[Any, None]()
+    waiting, seen = [edge_of(x)[0] for x in tensors], dict[Any, None]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or (stop_at_outputs and node.name() == ALIAS):
+        if node is None or node in seen or (stop_at_outputs and is_output(node)):
             continue
         seen[node] = None
         waiting += [each for each, _ in node.next_functions]

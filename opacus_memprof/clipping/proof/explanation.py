@@ -24,7 +24,7 @@ from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.repetition import Modes, Surroundings
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.proof.batches import ALIAS, as_output, has_samples
+from opacus_memprof.clipping.proof.batches import ALIAS, as_output, has_samples, is_output
 from opacus_memprof.clipping.proof.by_hand import (
     GradientSums,
     add_gradients,
@@ -210,7 +210,7 @@ def reductions_of(
     ]
     while nodes:
         node, kinds = nodes.pop()
-        if node in outputs:  # the model's own loss
+        if node in outputs or (node.name() != ALIAS and is_output(node)):  # the model's own loss
             continue
         inner = [each for each, _ in node.next_functions if each is not None]
         if node.name() in ("AddBackward0", "SubBackward0", "NegBackward0", ALIAS):
@@ -236,7 +236,7 @@ def _reduction(node: Any, outputs: Collection[Any]) -> str | None:
     waiting, seen = [each for each, _ in node.next_functions], set()
     while waiting and kind is not None:
         inside = waiting.pop()
-        if inside is None or inside in seen or inside in outputs or inside.name() == ALIAS:
+        if inside is None or inside in seen or inside in outputs or is_output(inside):
             continue
         seen.add(inside)
         name, dims = inside.name(), getattr(inside, "_saved_dim", (0,))

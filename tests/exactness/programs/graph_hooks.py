@@ -117,6 +117,51 @@ def _plain(m: Any, b: Batch, train: Train, s: Any) -> None:
     train(_entropy(m(b["x"])[0], b))
 
 
+# --- gradients of an output from which another one is computed ---
+def _weighted_by_gradient(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """Two uses of the features, one of them with the gradient that reaches them through the other output."""
+    out, h = m(b["x"])
+    losses = _entropy(out, b)
+    (g,) = torch.autograd.grad(losses.sum(), h, retain_graph=True)
+    train(losses * (1 + g.square().sum(1)) + (h * g).sum(1) + h.square().sum(1))
+
+
+def _mixed_by_gradient(m: Any, b: Batch, train: Train, s: Any) -> None:
+    out, h = m(b["x"])
+    losses = _entropy(out, b)
+    (g,) = torch.autograd.grad(losses.sum(), h, retain_graph=True)
+    train(losses + (h * g.mean(0)).sum(1))
+
+
+def _kept_gradient(m: Any, b: Batch, train: Train, s: Any) -> None:
+    out, h = m(b["x"])
+    h.retain_grad()
+    losses = _entropy(out, b)
+    losses.sum().backward(inputs=[h], retain_graph=True)
+    g, h.grad = h.grad.clone(), None
+    train(losses + (h * g).sum(1))
+    (g - h.grad).norm()  # the sums' gradient
+
+
+def _pulled_features(m: Any, b: Batch, train: Train, s: Any) -> None:
+    out, h = m(b["x"])
+    train(_entropy(out, b) + 1e-4 * (h * h.mean(0).detach()).sum(1))
+
+
+def _beside_features(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """A term that reaches the features beside the outputs."""
+    out, h = m(b["x"])
+    hidden = getattr(m, "_module", m).hidden
+    train(_entropy(out, b) + h.square().sum(1) + hidden.square().sum(1))
+
+
+class _Hidden(_Features):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, h = super().forward(x)
+        self.hidden = h.exp()
+        return out, h
+
+
 # --- modes ---
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,6 +281,11 @@ PROGRAMS = [
     *(_program(f"{n}_halves_late", _body(a, _halved, 7), _Features, _CHANGES) for n, a in _INSIDE.items()),
     *(_program(f"{n}_looked_at", _body(a, _looked_at, 1), _Features, "") for n, a in _INSIDE.items()),
     *(_program(f"output_halves_from_{n}", _body(_on_output, _halved, n), _Features, "") for n in (1, 7)),
+    _program("weighted_by_gradient", _weighted_by_gradient, _Features, ""),
+    _program("mixed_by_gradient", _mixed_by_gradient, _Features, "not a sum, or a mean", True),
+    _program("kept_gradient", _kept_gradient, _Features, ""),
+    _program("pulled_features", _pulled_features, _Features, "not a sum, or a mean", True),
+    _program("beside_features", _beside_features, _Hidden, "off the one that the outputs of the model explain"),
     _program("halves_in_forward", _plain, _Hooked, ""),
     *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
     *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),
