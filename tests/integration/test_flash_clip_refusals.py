@@ -164,6 +164,17 @@ def test_a_state_with_the_batch_second() -> None:
         module(torch.randn(6, 5, 3), torch.zeros(1, 6, 4)).sum().backward()
 
 
+def test_offsets_of_bags() -> None:
+    class Bags(nn.EmbeddingBag):
+        def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            bags: torch.Tensor = super().forward(ids, offsets)
+            return bags
+
+    module = GradSampleModuleFlashClip(Bags(9, 4))
+    with pytest.raises(MemprofError, match=r"pass the model ids of shape \[B, T\] that are padded, with the lengths"):
+        module(torch.arange(9), torch.tensor([0, 2, 5])).sum().backward()
+
+
 class Faulty(nn.Module):
     """Can be told to mix samples in its forward, or to keep a term of the loss beside its output."""
 

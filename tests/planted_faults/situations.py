@@ -5,6 +5,30 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "saved_tensors_hooks_of_unchecked_steps",
+        "module/call_proofs.py",
+        "or bool(call.modes) or is_own",
+        "or bool(call.modes)",
+        "Saved-tensor hooks that mix samples in some steps only are not noticed.",
+        programs("graph_rounds_saved_by_tensor_late"),
+    ),
+    Fault(
+        "saved_tensors_hooks_that_read_variables",
+        "proof/explanation.py",
+        "    values += [function.__globals__.get(name) for name in names]\n",
+        "",
+        "A scale that the program has taken from the batch mixes samples in saved-tensor hooks.",
+        programs("graph_rounds_saved_by_batch"),
+    ),
+    Fault(
+        "rounding_in_float32_is_forgotten",
+        "module/other_samples.py",
+        "            rounding += min(self._rounding, _SAME_SUM[torch.float32])\n",
+        "            pass\n",
+        "A loss in float64 of which a part is added up in float32 is refused.",
+        programs("graph_smoothed_in_float32"),
+    ),
+    Fault(
         "output_of_another_output_gets_an_alias",
         "module/attached_hooks.py",
         "if x.grad_fn is not None and x.grad_fn in graph_nodes(",
@@ -29,18 +53,10 @@ FAULTS = [
         programs("graph_weighted_by_gradient"),
     ),
     Fault(
-        "saved_tensors_hooks_make_no_situation",
-        "proof/model_state.py",
-        "(*modes, *(() if hooks is None else map(code_of, hooks)))",
-        "modes",
-        "Saved-tensor hooks that mix samples are not noticed where they begin between two proofs.",
-        integration("flash_clip_refusals::saved_tensors_hooks_that_change_gradients"),
-    ),
-    Fault(
         "steps_under_modes_are_explained_sometimes",
         "module/call_proofs.py",
-        "return is_explained(check, forward) or bool(call.modes)",
-        "return is_explained(check, forward)",
+        "or bool(call.modes) or is_own",
+        "or is_own",
         "A mode that begins to mix gradients between two checks is not noticed.",
         integration("flash_clip_refusals::a_dispatch_mode_around_a_step"),
     ),

@@ -24,7 +24,7 @@ from opacus_memprof.clipping.module.calls import Call, batch_size
 from opacus_memprof.clipping.proof.batches import is_compiled, leaves_of_call, tensors_in, tensors_of_call
 from opacus_memprof.clipping.proof.certificate import Certificate, Description
 from opacus_memprof.clipping.proof.explanation import RecordedForward
-from opacus_memprof.clipping.proof.model_state import ModelState, context_key, size_class
+from opacus_memprof.clipping.proof.model_state import ModelState, context_key, saved_tensors_hooks, size_class
 from opacus_memprof.clipping.proof.probe import CannotRunError
 from opacus_memprof.clipping.proof.program import LeftByCalls
 from opacus_memprof.clipping.proof.situations import JointProofs, Order, Situation, Situations, order_of
@@ -247,7 +247,10 @@ class CallProofs:
         check = self.situations.check
         if self.registry.is_sharded or check == "off":
             return False
-        return is_explained(check, forward) or bool(call.modes)  # a mode may change what it does in each step
+        # A mode, or hooks of saved tensors, may change what they do in each step; torch's own give tensors back.
+        hooks = saved_tensors_hooks()
+        is_own = hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
+        return is_explained(check, forward) or bool(call.modes) or is_own
 
     def begin_forward(self, call: Call) -> None:
         """Begins to record the operations of a call. Not under FSDP2, where all ranks must prove the same forward."""

@@ -310,7 +310,7 @@ def without_samples(call: Call, batch: int) -> str:
         "flash_clip needs inputs whose first dimension is the batch, of the same length in all of them: this "
         "model ran on its whole input, but not on some samples of it "
         f"({type(call.cannot_run).__name__}: {call.cannot_run}). Pass the batch first in every tensor that has "
-        "it." + _advice_for_shapes(call.args, call.kwargs, batch) + _advice_for_attributes(call.entry, batch)
+        "it." + _advice_for_shapes(call, batch) + _advice_for_attributes(call.entry, batch)
     )
 
 
@@ -329,10 +329,20 @@ def _advice_for_attributes(module: nn.Module, batch: int) -> str:
     return ""
 
 
-def _advice_for_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> str:
+def _advice_for_shapes(call: Call, batch: int) -> str:
     """Returns how to pass tensors of other lengths than the first: one that all samples share, or a recurrent state."""
-    leaves = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    leaves = [leaf for leaf in leaves_of_call(call.args, call.kwargs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     advice = ""
+    if (
+        any(isinstance(each, torch.nn.EmbeddingBag) for each in call.entry.modules())
+        and leaves
+        and leaves[0].dim() == 1
+    ):
+        return (
+            " Where each bag of an nn.EmbeddingBag begins in flat ids, its offsets, cannot be followed: pass the model "
+            "ids of shape [B, T] that are padded, with the lengths of the bags, and make the flat ids and offsets of "
+            "them in its forward."
+        )
     if leaves and any(len(x) != batch for x in leaves[1:]):
         advice = (
             f" The first tensor, of shape {tuple(leaves[0].shape)}, counts as the one with the samples: if all samples "

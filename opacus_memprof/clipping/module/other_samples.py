@@ -101,6 +101,7 @@ class OtherSamples(FollowingMode):
         self.took_earlier = False  # whether it has something of an earlier step
         self.is_over = False  # whether its backwards are over
         self._count = 0
+        self._rounding = 0.0  # of sums over samples in lower precision than float64, relative to their terms
 
     def add_inputs(self, given: Sequence[torch.Tensor]) -> None:
         """Notes which samples a call has, by its inputs, so that a later step knows them again.
@@ -293,6 +294,8 @@ class OtherSamples(FollowingMode):
             losses: the tensors that backward starts from.
             weights: their gradients; None for a scalar loss.
         """
+        if not all(isinstance(loss, torch.Tensor) for loss in losses):  # an edge of the graph has no value
+            return True
         totals = []
         for plan in (None, 0, 1, len(self.values.kept)):  # of all samples, two complementary halves, and none
             total = 0.0
@@ -305,6 +308,8 @@ class OtherSamples(FollowingMode):
         whole, first, second, none = totals
         size = sum(map(abs, totals))
         rounding = max(_SAME_SUM.get(loss.dtype, 3e-2) for loss in losses)
+        if rounding == _SAME_SUM[torch.float64]:
+            rounding += min(self._rounding, _SAME_SUM[torch.float32])
         return not math.isfinite(size) or abs(whole + none - first - second) <= rounding * size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -363,8 +368,20 @@ class OtherSamples(FollowingMode):
                 self._note_number(output, others)
             else:
                 self._set_outputs(name, output, others)
+                self._note_rounding(output, leaves)
 
         return follow
+
+    def _note_rounding(self, output: Any, leaves: Sequence[Any]) -> None:
+        """Adds the bound on the rounding of numbers that are added up over the samples in lower precision than float64.
+
+        A sum of n numbers is off by at most (n - 1) eps of the sum of their sizes. What is rounded for each sample is
+        rounded alike in all plans.
+        """
+        for x in leaves_of(output):
+            if has_values(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() < self.batch:
+                most = max((each.numel() for each in leaves if has_values(each)), default=1)
+                self._rounding += max(1, most // max(1, x.numel())) * torch.finfo(x.dtype).eps
 
     def _share_all(self, output: Any) -> None:
         for x in filter(has_storage, leaves_of(output)):

@@ -9,11 +9,13 @@ those of a layer that used other random numbers than the forward.
 from __future__ import annotations
 
 import copy
+import dis
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from opacus_memprof.clipping.proof.by_hand import (
     wrong_sums,
 )
 from opacus_memprof.clipping.proof.certificate import SituationRecord
-from opacus_memprof.clipping.proof.model_state import saved_tensors_hooks
+from opacus_memprof.clipping.proof.model_state import only_saved_tensors_hooks, saved_tensors_hooks
 from opacus_memprof.clipping.proof.recorder import Sum
 from opacus_memprof.clipping.workspace import Workspace, accumulation_dtype, slices
 from opacus_memprof.errors import MemprofError
@@ -55,7 +57,8 @@ class RecordedForward:
         state: the initial state of the module.
         surroundings: what it runs under.
         versions: how often the trained parameters had been written to.
-        hooks: the name of the function by which the program's saved-tensor hooks give backward a tensor, if there are.
+        hooks: the program's saved-tensor hooks, if there are.
+        runs_hooks: whether it is repeated under them.
         arrangements: the position of samples in the output's tensors; None for tensors that all samples share.
         gradients: the gradients of the output's tensors, by index.
         draws: whether the forward has drawn random numbers.
@@ -73,7 +76,8 @@ class RecordedForward:
     state: ModuleState
     surroundings: Surroundings
     versions: dict[nn.Parameter, int]
-    hooks: str | None
+    hooks: ElementwiseHooks | None
+    runs_hooks: bool = False
     arrangements: list[Arrangement | None] = field(default_factory=list)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
@@ -90,8 +94,10 @@ class RecordedForward:
         args, kwargs = copied((args, kwargs))
         device = next((x.device.type for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)), "cpu")
         versions, hooks = _versions(module), saved_tensors_hooks()
-        name = None if hooks is None else getattr(hooks[1], "__qualname__", type(hooks[1]).__qualname__)
-        return cls(module, args, kwargs, batch, random, ModuleState(module), Surroundings.now(device), versions, name)
+        watched = None if hooks is None else ElementwiseHooks(*hooks)
+        return cls(
+            module, args, kwargs, batch, random, ModuleState(module), Surroundings.now(device), versions, watched
+        )
 
     def release(self) -> None:
         """Drops all data, because the hooks of outputs that the program keeps still hold this object."""
@@ -132,8 +138,14 @@ class RecordedForward:
         )
         now = ModuleState(self.module)
         self.state.restore()
+        hooks = () if self.hooks is None or not self.runs_hooks else ((self.hooks.pack_and_check, self.hooks.unpack),)
         try:
-            with self.random.restored(), torch.enable_grad(), self.surroundings.restored():
+            with (
+                self.random.restored(),
+                torch.enable_grad(),
+                self.surroundings.restored(),
+                only_saved_tensors_hooks(*hooks),
+            ):
                 leaves = tree_flatten(self.module(*args, **kwargs))[0]
                 tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         finally:
@@ -153,6 +165,63 @@ class RecordedForward:
         rows = where.by_sample(gradient, self.batch)[n]
         scale = weights[n].to(rows.device).view(-1, *[1] * (rows.dim() - 1))
         return as_output((rows * scale).to(rows.dtype), where, output)
+
+
+class ElementwiseHooks:
+    """Saved-tensor hooks of a program, which may round each element by itself, and read nothing from elsewhere.
+
+    A scale from the whole tensor, or from earlier batches, would mix samples.
+
+    Args:
+        pack, unpack: the hooks.
+    """
+
+    def __init__(self, pack: Any, unpack: Any) -> None:
+        self.pack, self.unpack = pack, unpack
+        self.is_fixed = _is_fixed(pack) and _is_fixed(unpack)
+        self._generator = torch.Generator().manual_seed(5)
+
+    def name(self) -> str:
+        """Returns the name of what gives backward a tensor."""
+        return str(getattr(self.unpack, "__qualname__", type(self.unpack).__qualname__))
+
+    def pack_and_check(self, x: torch.Tensor) -> Any:
+        """Packs a tensor, and checks that its elements do not depend on one another."""
+        with torch.no_grad():
+            own = self.unpack(self.pack(x))
+            if not (x.is_floating_point() or x.is_complex()):
+                self.is_fixed &= torch.equal(own, x)
+            for factor in (-4.0, 0.25) if self.is_fixed and x.numel() else ():
+                kept = (torch.rand(x.shape, generator=self._generator) < 0.5).to(x.device)
+                for stays in (kept, ~kept) if own.dtype.is_floating_point or own.dtype.is_complex else ():
+                    other = self.unpack(self.pack(torch.where(stays, x.detach(), x.detach() * factor)))
+                    self.is_fixed &= torch.equal(other[stays].nan_to_num(), own[stays].nan_to_num())
+        return self.pack(x)
+
+
+_OPEN = {"eval", "exec", "getattr", "globals", "vars", "__import__"}
+"""Functions by which others reach what does not stand in their code."""
+
+
+def _is_fixed(function: Any, depth: int = 4) -> bool:
+    """Returns whether a function computes with nothing but its arguments and the constants that stand in its code."""
+    if function is None or isinstance(function, (bool, str, torch.dtype, torch.device)):
+        return True
+    if isinstance(function, ModuleType):
+        return function.__name__.partition(".")[0] in ("torch", "math")
+    if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] in ("torch", "math"):
+        is_torch = str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", "math", "builtins")
+        return is_torch and callable(function)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    names = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    if names & _OPEN or any(each.opname == "IMPORT_NAME" for code in codes for each in dis.get_instructions(code)):
+        return False
+    values = [each.cell_contents for each in function.__closure__ or ()]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+    values += [function.__globals__.get(name) for name in names]
+    return depth > 0 and all(_is_fixed(each, depth - 1) for each in values)
 
 
 _ELEMENTWISE = re.compile(
@@ -206,7 +275,10 @@ def reductions_of(
     nodes: list[tuple[Any, set[str]]] = [
         (loss.grad_fn, {"mean", "sum"})
         for loss, g in zip(losses, given, strict=False)
-        if loss.numel() == 1 and loss.grad_fn is not None and (g is None or float(g) == 1)
+        if isinstance(loss, torch.Tensor)
+        and loss.numel() == 1
+        and loss.grad_fn is not None
+        and (g is None or float(g) == 1)
     ]
     while nodes:
         node, kinds = nodes.pop()
@@ -314,12 +386,19 @@ def check_explained(
                 "cannot be checked: change parameters after optimizer.step(). What depends on the batch, such as the "
                 "ascent of sharpness-aware minimisation, would not be private."
             )
-        hooks = next((forward.hooks for forward in recorded if forward.hooks is not None), None)
-        if hooks is not None:
+        hooked = [forward for forward in recorded if forward.hooks is not None]
+        hooks = [forward.hooks for forward in hooked if forward.hooks is not None]
+        if hooks and all(each.is_fixed for each in hooks):
+            for forward in hooked:
+                forward.runs_hooks = True
+            if not wrong_in(_PARTS, _sums(each, workspace)) and all(each.is_fixed for each in hooks):
+                return
+        if hooks:
             raise MemprofError(
-                f"saved-tensor hooks around the model change what backward reads ({hooks}), so that the step's "
-                "gradients cannot be checked, and may mix samples: use hooks that give tensors back as they were, such "
-                "as torch.autograd.graph.save_on_cpu."
+                f"saved-tensor hooks around the model change what backward reads ({hooks[0].name()}), so that the "
+                "step's gradients cannot be checked, and may mix samples: use hooks that give tensors back as they "
+                "were, such as torch.autograd.graph.save_on_cpu, or functions that change each element by itself and "
+                "whose numbers stand in their code, not in variables."
             )
         parameter, error = max(wrong.items(), key=lambda item: item[1])
         raise MemprofError(

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from opacus_memprof.clipping.forwards.repetition import code_of
 from opacus_memprof.clipping.forwards.state import is_own
 from opacus_memprof.clipping.proof.batches import is_plain_call
 from opacus_memprof.clipping.proof.model_values import MOST_VALUES, Attributes, cell_contents, is_plain
@@ -262,12 +261,10 @@ def size_class(batch: int) -> int:
 
 
 def context_key(modes: tuple[Any, ...], devices: Iterable[str]) -> tuple[Any, ...]:
-    """Returns the state of autocast, the key of the program's modes, and the code of its saved-tensor hooks."""
-    hooks = saved_tensors_hooks()
-    codes = (*modes, *(() if hooks is None else map(code_of, hooks)))
+    """Returns the key of the program's modes, and the state of autocast."""
     if not torch._C._is_any_autocast_enabled():
-        return codes
-    return *codes, *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+        return modes
+    return *modes, *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:

@@ -162,6 +162,57 @@ class _Hidden(_Features):
         return out, h
 
 
+# --- saved-tensor hooks ---
+_SCALES = [8.0]
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return (x * 64).round() / 64 if x.is_floating_point() else x
+
+
+def _rounded_by_tensor(x: torch.Tensor) -> torch.Tensor:
+    return (x / x.abs().max() * 8).round() * x.abs().max() / 8 if x.is_floating_point() else x
+
+
+def _rounded_by_global(x: torch.Tensor) -> torch.Tensor:
+    return (x * _SCALES[0]).round() / _SCALES[0] if x.is_floating_point() else x
+
+
+def _largest(b: Batch) -> float:
+    return float(b["x"].abs().max())
+
+
+def _saved(pack: Any, begins: int = 1, scale: Any = None) -> Body:
+    """The model's call under hooks of the same code in each step, of which `pack` begins late."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        s.calls = getattr(s, "calls", 0) + 1
+        if scale is not None:
+            _SCALES[0] = scale(b)
+        hooked = pack if begins == 1 else lambda x: pack(x) if s.calls >= begins else x
+        with torch.autograd.graph.saved_tensors_hooks(hooked, lambda x: x):
+            out = m(b["x"])[0]
+        train(_entropy(out, b))
+
+    return body
+
+
+# --- a loss of which a part is added up in float32 ---
+def _smoothed(pull: float) -> Body:
+    """Label smoothing as in transformers, and a term that pulls outputs to their mean."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        out = m(b["x"])[0]
+        smoothed = -out.log_softmax(1).sum(1, dtype=torch.float32)
+        losses = 0.9 * _entropy(out, b) + pull * (out * out.mean(0).detach()).sum(1)
+        if hasattr(m, "_module"):
+            train((losses.sum() + 0.1 * (smoothed.sum() / 4)).view(1))
+        else:
+            train(losses + 0.1 * (smoothed / 4))
+
+    return body
+
+
 # --- modes ---
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,6 +324,7 @@ _INSIDE = {
     "before_node": _before_node,
     "in_place": _in_place,
 }
+_SAVED = "saved-tensor hooks around the model change"
 _CHANGES = "changes gradients inside of the model"
 _STAYS = "leaves it on when it ends"
 
@@ -286,6 +338,12 @@ PROGRAMS = [
     _program("kept_gradient", _kept_gradient, _Features, ""),
     _program("pulled_features", _pulled_features, _Features, "not a sum, or a mean", True),
     _program("beside_features", _beside_features, _Hidden, "off the one that the outputs of the model explain"),
+    _program("rounds_saved", _saved(_rounded), _Features, ""),
+    _program("rounds_saved_by_tensor", _saved(_rounded_by_tensor), _Features, _SAVED, True),
+    _program("rounds_saved_by_tensor_late", _saved(_rounded_by_tensor, 7), _Features, _SAVED, True),
+    _program("rounds_saved_by_batch", _saved(_rounded_by_global, 1, _largest), _Features, _SAVED, True),
+    _program("smoothed_in_float32", _smoothed(0.0), _Features, ""),
+    _program("smoothed_and_pulled", _smoothed(1e-4), _Features, "not a sum, or a mean", True),
     _program("halves_in_forward", _plain, _Hooked, ""),
     *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
     *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),
