@@ -641,8 +641,8 @@ FAULTS = [
     Fault(
         "explanation_with_other_random_numbers",
         "proof/explanation.py",
-        "            with self.random.restored(), torch",
-        "            with torch",
+        "                self.random.restored(),\n                torch.enable_grad(),\n                self.surr",
+        "                torch.enable_grad(),\n                self.surr",
         "Models with dropout are refused, since their step is explained with another mask.",
         programs("chance_plain_dropout"),
     ),

@@ -5,6 +5,14 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "layers_change_before_backward",
+        "module/call_proofs.py",
+        "if self.joint is None and self._state.structure()[:3] != self._structure[:3]:",
+        "if False and self._state.structure()[:3] != self._structure[:3]:",
+        "Layers that exchange their weights between forward and backward get each other's gradients.",
+        programs("between_exchanged_weights"),
+    ),
+    Fault(
         "saved_tensors_hooks_of_unchecked_steps",
         "module/call_proofs.py",
         "or bool(call.modes) or is_own",

@@ -100,6 +100,21 @@ class CallProofs:
         """Returns whether the model's layers or trained parameters have changed since `follow`."""
         return self._state.structure() != self._structure
 
+    def check_layers(self) -> None:
+        """Checks that the model has the layers and parameters of its last forward, when a backward begins.
+
+        Under FSDP2, which exchanges parameters meanwhile, it does nothing.
+
+        Raises:
+            MemprofError: a layer or a parameter was added, removed or replaced.
+        """
+        if self.joint is None and self._state.structure()[:3] != self._structure[:3]:
+            raise MemprofError(
+                "a layer or a parameter of the model was added, removed or replaced between its forward and "
+                "backward(), so that it is not known whose gradient is whose: replace it before the forward or "
+                "after optimizer.step()."
+            )
+
     def is_frozen(self) -> bool:
         """Returns whether no parameter of the model is trained, as while its input or another model is optimized."""
         known = next(iter(self.situations.trained), None)

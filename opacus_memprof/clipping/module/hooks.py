@@ -66,6 +66,7 @@ from opacus_memprof.clipping.proof.batches import (
     tensors_of_call,
 )
 from opacus_memprof.clipping.proof.certificate import Certificate
+from opacus_memprof.clipping.proof.explanation import RecordedForward
 from opacus_memprof.clipping.proof.model_state import is_recomputed
 from opacus_memprof.clipping.proof.situations import Situation, Situations
 from opacus_memprof.clipping.workspace import Workspace
@@ -539,7 +540,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             outputs = [(x if id(x) in inner else next(of_loss), where) for x, where in outputs]
         modes = None if self.situations.check == "off" else call.modes
         for place, (x, _) in enumerate(outputs):
-            begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, record, place)
+            begin = functools.partial(self._begin_backward, hooks.forward, modes, record, place)
             _add_hook(x, begin, inner)
         if call.entry is not self.registry.model and call.situation is not None and self._proofs.joint is None:
             self._parts.add(outputs, hooks.batch)
@@ -547,7 +548,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         for x in alias_cached_tensors(output) if repeated else ():
             x.register_hook(functools.partial(self._refuse_cache, repeated[0]))  # type: ignore[no-untyped-call]
         for x, _ in others:
-            begin = functools.partial(self._explained.begin_backward, hooks.forward, modes, None, 0)
+            begin = functools.partial(self._begin_backward, hooks.forward, modes, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         mode = self._parts.follow(call, outputs, hooks.forward) if call.random is not None else None
         if mode is not None:
@@ -556,6 +557,16 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                     end = functools.partial(self._end_between, mode, hooks.forward, where)
                     _add_hook(x, end, inner)
         return output
+
+    def _begin_backward(
+        self, forward: int, modes: tuple[Any, ...] | None, record: RecordedForward | None, place: int, g: torch.Tensor
+    ) -> None:
+        """Begins the backward of a forward; see `ExplainedSteps.begin_backward`."""
+        try:
+            self._proofs.check_layers()
+        except MemprofError as error:
+            self.bookkeeping.refusal.add(error)
+        self._explained.begin_backward(forward, modes, record, place, g)
 
     def _end_between(self, mode: OtherSamples, forward: int, where: Arrangement, gradient: torch.Tensor) -> None:
         """Ends what follows the program after a call, because a backward has reached its output."""

@@ -100,6 +100,7 @@ class OtherSamples(FollowingMode):
         self.is_earlier = False  # whether the step of its calls has ended
         self.took_earlier = False  # whether it has something of an earlier step
         self.is_over = False  # whether its backwards are over
+        self._is_following = self._is_ended = False
         self._count = 0
         self._rounding = 0.0  # of sums over samples in lower precision than float64, relative to their terms
 
@@ -250,6 +251,9 @@ class OtherSamples(FollowingMode):
         """Ends its work, and frees the tensors."""
         self.leave()
         self.is_over, self.is_on = True, False
+        if self._is_following:  # garbage collection ends a model's mode while it follows an operation
+            self._is_ended = True
+            return
         self.values.clear()
         release()
 
@@ -320,12 +324,20 @@ class OtherSamples(FollowingMode):
             return NotImplemented  # they run it on the tensors that they wrap, which is followed
         if self.is_on and not self.is_over and not self.is_needed():  # such as after the last call of a training
             self.is_on, self.is_over = False, True
-        with unfollowed():
-            follow = self._prepare(func, args, kwargs) if self.is_on else None
-        output = func(*args, **kwargs)
-        if follow is not None:
+        if not self.is_on:
+            return func(*args, **kwargs)
+        self._is_following = True
+        try:
             with unfollowed():
-                follow(output)
+                follow = self._prepare(func, args, kwargs)
+            output = func(*args, **kwargs)
+            if follow is not None:
+                with unfollowed():
+                    follow(output)
+        finally:
+            self._is_following = False
+            if self._is_ended:
+                self.end()
         return output
 
     def _prepare(self, func: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:

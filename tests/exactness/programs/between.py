@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
@@ -122,6 +123,25 @@ def _not_a_number(model: Any, x: torch.Tensor, optimizer: Any) -> None:
 def _in_eval_mode(model: Any, x: torch.Tensor, optimizer: Any) -> None:
     model.eval()
     _squares(model, x).backward()
+
+
+def _exchanged_weights(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    """Two layers get each other's weights between forward and backward."""
+    loss = _squares(model, x)
+    inner = model._module
+    inner.a.weight, inner.b.weight = inner.b.weight, inner.a.weight
+    loss.backward()
+
+
+def _normalized_weight(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    loss = _squares(model, x)
+    torch.nn.utils.parametrizations.weight_norm(model._module.a)
+    loss.backward()
+
+
+def _from_an_edge(model: Any, x: torch.Tensor, optimizer: Any) -> None:
+    loss = _squares(model, x)
+    torch.autograd.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])  # type: ignore[list-item]
 
 
 def _frozen_within_a_step(model: Any, x: torch.Tensor, optimizer: Any) -> None:
@@ -279,5 +299,16 @@ PROGRAMS = [
         _program(f"loss_{name}", build, _numbers, body, sentence, loss, body)
         for name, (build, loss, body, sentence) in _LOSSES.items()
     ),
+    *(
+        _program(
+            name,
+            lambda: Graph(lambda m, x: m.a(torch.tanh(m.b(x))), a=nn.Linear(6, 6), b=nn.Linear(6, 6)),
+            _numbers,
+            body,
+            "was added, removed or replaced between its forward and backward()",
+        )
+        for name, body in (("exchanged_weights", _exchanged_weights), ("normalized_weight", _normalized_weight))
+    ),
+    _program("from_an_edge", _pair, _numbers, _from_an_edge, first=_from_an_edge),
     _program("after_eval", _pair, _numbers, _in_eval_mode, "eval mode"),
 ]
