@@ -35,7 +35,7 @@ from opacus_memprof.clipping.module.read_numbers import (
     makes_no_values,
     unfollowed,
 )
-from opacus_memprof.clipping.proof.batches import graph_nodes, leaves_of, variables
+from opacus_memprof.clipping.proof.batches import graph_nodes, leaves_of, leaves_of_call, variables
 from opacus_memprof.clipping.proof.model_state import written_leaves
 from opacus_memprof.clipping.proof.recorder import far_apart, mixes_rows
 from opacus_memprof.clipping.proof.summary import (
@@ -346,7 +346,7 @@ class OtherSamples(FollowingMode):
         Returns:
             What is called with its output; None if the operation need not be followed.
         """
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves = leaves_of_call(args, kwargs)
         name = func._schema.name.split("::")[1]
         if self.is_over:
             self._prune()
@@ -368,6 +368,7 @@ class OtherSamples(FollowingMode):
             self.values.write(leaf, changed)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = RandomState.now(device_of(args, kwargs)) if draws else None
+        structure = tree_flatten((args, kwargs))[1]
         inputs = {i: [self.values.in_plan(x, i) for x in leaves] for i in changed}
         for i in changed if read else ():
             inputs[i] = [numbers[i].get(place, x) for place, x in enumerate(inputs[i])]

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_float
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from opacus_memprof.versions import variables_of
 _MOST_NUMBERS = 64
 _SMALL = [10.0**-i for i in range(3, 13)]
 """What programs add before they divide."""
+_WITHOUT_PARTS = {str, bytes, type(None), type, ModuleType, FunctionType, MethodType, BuiltinFunctionType}
+"""Types of values in which no numbers are looked for."""
 _SHARES = [each for i in range(1, 5) for n in (1, 2, 5) for each in (n * 10.0**-i, 1 - n * 10.0**-i)]
 """The weights that moving averages give a new number."""
 _LATEST = 16
@@ -267,11 +269,13 @@ class Existing:
         elif isinstance(value, torch.Tensor):
             if value.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value):
                 self.places.add(value.untyped_storage().data_ptr())
-        elif depth and id(value) not in self._seen and len(self._seen) < _MOST_SEEN:
+        elif depth and type(value) not in _WITHOUT_PARTS and id(value) not in self._seen:
+            if len(self._seen) == _MOST_SEEN:
+                return
             self._seen.add(id(value))
             if isinstance(value, (list, tuple)):
                 parts: Any = value[:_MOST_NUMBERS]
-            elif isinstance(value, (type, ModuleType, FunctionType)):
+            elif isinstance(value, type):
                 parts = ()
             else:
                 own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
