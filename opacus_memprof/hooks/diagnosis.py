@@ -361,7 +361,8 @@ def observe_program(shapes: TrainingShapes) -> None:
 
     The names are those of the innermost function of the program that has an optimizer, and of its callers for what it
     does not have itself. Up to Python 3.11, an error that torch raises is made an object only where it is caught: if
-    that is not in the program, or in a module's call, its functions have returned.
+    that is not in the program, or in a module's call, its functions have returned. Then what was seen before counts, as
+    when the largest batch's forward pass began.
     """
     names: dict[str, str] = {}
     outermost: dict[str, str] = {}
@@ -379,12 +380,13 @@ def observe_program(shapes: TrainingShapes) -> None:
             if "optimizer" in names or "optimizer" in found:
                 names = {**found, **names}
             outermost |= found
-    shapes.accumulates = accumulates
-    if shapes.cleared_step is None:  # no zero_grad has been seen: what the program does next is in its text alone
+    names = names or outermost  # a library trains, as transformers' Trainer does
+    if names:
+        shapes.accumulates = accumulates
+    if names and shapes.cleared_step is None:  # without a zero_grad, what comes next is in the program's text alone
         shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
-    names = names or outermost  # a library trains, as transformers' Trainer does
     default = Program() if names else shapes.program
     passes = max((_unused_passes(parameter) for _, parameter in _private_parameters()), default=0)
     shapes.accumulated = max(shapes.accumulated, passes)
@@ -393,7 +395,7 @@ def observe_program(shapes: TrainingShapes) -> None:
         model=names.get("model", default.model),
         optimizer=names.get("optimizer", default.optimizer),
         loader=names.get("loader", default.loader),
-        computes_epsilon=computes_epsilon,
+        computes_epsilon=computes_epsilon or default.computes_epsilon,
         adopts_samples=samplers is not None and samplers.adopts_grad_samples(),
         has_norm_samplers=samplers is not None and samplers.has_norm_samplers(),
         enables_checkpoints=next(
@@ -408,6 +410,29 @@ def observe_program(shapes: TrainingShapes) -> None:
         expected_samples=expected[0] if len(expected) == 1 else None,
         # BatchMemoryManager has queued whether this batch is the last of a logical one
         splits_batches=any(getattr(each, "_step_skip_queue", None) for each in list(_optimizers)),
+    )
+
+
+@contain("looking at the call of the model")
+def _observe_call(shapes: TrainingShapes) -> None:
+    """Records the program, and whether a variable keeps a forward pass' output until the next one has ended."""
+    observe_program(shapes)
+    frame = next((each for each in forward_shapes.running_frames() if _is_own(each.f_code.co_filename)), None)
+    shapes.keeps_output = frame is not None and _stores_in_loop(frame)
+
+
+forward_shapes.observe_largest.append(_observe_call)
+
+
+def _stores_in_loop(frame: FrameType) -> bool:
+    """Returns whether the call that a function is in is in a loop, and a variable gets its value and keeps it."""
+    last = frame.f_lasti
+    later = [each for each in dis.get_instructions(frame.f_code) if each.offset > last and each.opname != "CACHE"]
+    stored = later[0]
+    return (
+        stored.opname.startswith("STORE_")
+        and any("JUMP" in each.opname and each.argval <= last for each in later)
+        and not any(each.opname.startswith("DELETE_") and each.argval == stored.argval for each in later)
     )
 
 

@@ -458,6 +458,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def result(self, output: Any, samples: int) -> WholeForward:
         outputs = {id_of(tensor) for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
+        caches = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "get_seq_length")]  # of transformers
+        of_layers = [vars(layer).values() for cache in caches for layer in getattr(cache, "layers", ())]
+        cached = {id_of(each) for values in of_layers for each in values if isinstance(each, Tensor)}
         around = {""} | {name[:end] for name in self._layers for end in range(len(name)) if name[end] == "."}
         innermost = self._forwards.keys() - (around if self._layers - {""} else set())
 
@@ -477,6 +480,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.is_softmax,
                 found.first_save,
                 found.is_attention,
+                key in cached,
             )
             for key, found in self._storages.items()
             if found.is_kept or key in outputs

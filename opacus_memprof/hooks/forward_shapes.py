@@ -8,7 +8,7 @@ repeated on fake tensors, for the shapes of modules that it did not reach.
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.hooks.shapes import capture_shape
-from opacus_memprof.profiles.layer_shapes import CaptureShape
+from opacus_memprof.profiles.layer_shapes import CaptureShape, TrainingShapes
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
@@ -79,6 +79,8 @@ class WatchedModel:
 
 
 _watched: WatchedModel | None = None
+# Called where the forward pass of the largest batch begins; `diagnosis`, which imports this module, adds to it.
+observe_largest: list[Callable[[TrainingShapes], None]] = []
 
 
 def watch_model(
@@ -184,6 +186,8 @@ def on_batch(root: nn.Module, samples: int, elements: int, inputs: tuple[Any, An
         shapes.has_nodes = any(_has_edges(tensor, samples) for tensor in tensors[1:])
         observations.record("largest_batch", 0, shapes.input_bytes, step=native.step()[0], has_graph=has_graph)
         model.forward.record_inputs(inputs)
+        for observe in observe_largest:
+            observe(shapes)
         alive = [(name, reference()) for name, reference in model.modules]
         model.probe_handles[:] = [
             module.register_forward_hook(ShapeProbe(name)) for name, module in alive if module is not None

@@ -101,6 +101,16 @@ class CaptureShape:
             calls=times * self.calls,
         )
 
+    def divided(self, passes: int) -> "CaptureShape":
+        """Returns the shape of the calls of one of so many equal passes."""
+        return replace(
+            self,
+            tokens=max(self.tokens // passes, 1),
+            input_bytes=self.input_bytes // passes,
+            output_bytes=self.output_bytes // passes,
+            calls=self.calls // passes,
+        )
+
 
 @dataclass(frozen=True)
 class KeptBlock:
@@ -118,6 +128,7 @@ class KeptBlock:
         is_softmax: whether a softmax has allocated it.
         first_save: the place of the operation that has saved it first, in the order of the pass; 0 if none has.
         is_attention: whether it is a softmax of products, as of queries and keys: graph attention makes sums instead.
+        is_cached: whether it is in a cache of keys and values, which the model's output has.
     """
 
     bytes: int
@@ -129,6 +140,7 @@ class KeptBlock:
     is_softmax: bool
     first_save: int = 0
     is_attention: bool = False
+    is_cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,6 +258,7 @@ class TrainingShapes:
         keeps_gradients: whether p.grad outlives zero_grad; None if that was not seen.
         clears_late: whether the optimizer's zero_grad comes between a forward pass and its backward pass, so that what
             a step leaves lives through the next forward pass.
+        keeps_output: whether a variable of the loop keeps the model's output through the next forward pass.
         accumulates: whether the program without Opacus clears gradients only after some of its backward passes, as the
             text of its loop says. Asked for when memory has run out.
         forward_step: the physical step of the latest forward pass that recorded a graph; None before the first one.
@@ -291,6 +304,7 @@ class TrainingShapes:
     step_temporaries: int = 0
     keeps_gradients: bool | None = None
     clears_late: bool = False
+    keeps_output: bool = False
     accumulates: bool = False
     forward_step: int | None = None
     cleared_step: int | None = None

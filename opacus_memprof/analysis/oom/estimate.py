@@ -55,8 +55,8 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         kept = sum(whole.kept.values())
         if in_first_forward:
             # More than one forward keeps: the program calls the model several times before a backward.
-            inside = sum(live.get(module, 0) for module in whole.kept if module)  # the loss is outside
-            calls = max(math.ceil(inside / kept - _TOLERANCE), 1) if kept else 1
+            in_forward = sum(live.get(module, 0) for module in whole.kept if module)  # the loss is outside
+            calls = max(math.ceil(in_forward / kept - _TOLERANCE), 1) if kept else 1
         seen = {
             name: _with_samples(forward, samples) if forward.samples == whole.samples else forward
             for name, forward in whole.forwards.items()
@@ -72,10 +72,11 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     if not layers:
         return None
     last = layers[-1]
-    produced = last.forward.output_bytes
+    produced = carried_output = last.forward.output_bytes
     if whole is not None:
         ratio = samples / max(whole.samples, 1)
         produced = int(ratio * sum(each.bytes for each in whole.blocks if each.is_output))
+        carried_output = produced + int(ratio * sum(each.bytes for each in whole.blocks if each.is_cached))
         layers = [
             replace(each, is_added=each.name in whole.added, operations=whole.operations(each.name)) for each in layers
         ]
@@ -112,6 +113,8 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     trained = shapes.trained_bytes
     largest = max(module.bytes for module in shapes.modules.values())
     on_gpu = failure.device != "cpu"
+    inside = math.gcd(*(layer.forward.calls for layer in layers))  # passes of a siamese network in one forward
+    layers = [replace(layer, forward=layer.forward.divided(inside)) for layer in layers]
     # On a GPU torch updates all parameters at once (foreach), on the CPU one after the other.
     update = shapes.step_temporaries * trained if on_gpu else 2 * largest * bool(shapes.step_temporaries)
     theirs = [group for group in failure.block_groups if _is_of_another_model(group, shapes)]
@@ -142,8 +145,10 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         keeps_gradients=keeps_gradients(shapes),
         clears_late=shapes.clears_late,
         output=output,
+        carried=carried_output if shapes.keeps_output else 0,
         logits=produced,
         tail=saved.tail,
+        largest_in_tail=saved.largest_in_tail,
         forward_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.peak)),
         product_peak=0 if whole is None else int(ratio * ((calls - 1) * kept + whole.product_peak)),
         multiprocessors=shapes.multiprocessors if on_gpu else 0,
@@ -151,7 +156,7 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         workspace=shapes.workspace if on_gpu and not by_category.get("library_workspace") else 0,
         forms_squares=not shapes.program.has_norm_samplers,
         copies_samples=not shapes.program.adopts_samples,
-        passes=passes,
+        passes=passes * inside,
         recomputed={} if whole is None else whole.recomputed_before(calls * ratio),
     )
 
@@ -215,6 +220,7 @@ class _Saved:
         captured: those of both that only Opacus' captures keep, while autograd keeps what autocast has cast them to.
         shared: those of `before` that several operations have saved.
         tail: bytes that have been allocated after the last layer, without those of the loss.
+        largest_in_tail: the largest block of them.
         loss: those of a softmax after the last layer: the model computes its loss itself.
     """
 
@@ -225,6 +231,7 @@ class _Saved:
     captured: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     tail: int = 0
+    largest_in_tail: int = 0
     loss: int = 0
 
 
@@ -236,6 +243,7 @@ def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -
         if layer is None:
             of_loss = block.is_softmax and not block.is_attention
             saved.tail += 0 if of_loss else size
+            saved.largest_in_tail = max(saved.largest_in_tail, 0 if of_loss else size)
             saved.loss += size if of_loss else 0
             continue
         sizes = saved.own if layer == block.module else saved.before

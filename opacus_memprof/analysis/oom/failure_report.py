@@ -67,7 +67,8 @@ def build_report(
     left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0, shapes.weights, graphs)
     own = None if is_evaluation else estimate_step(failure, shapes, history, left)
     case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
-    needed = case.peak(case.samples)
+    # Of this batch; BatchMemoryManager's differ little, and all others are at most as large as the largest.
+    needed = case.peak(case.most_samples if shapes.program.splits_batches else case.samples)
     fitting = largest_that_fits(case, case.peak)
     return OomReport(
         device=failure.device,

@@ -54,8 +54,10 @@ class Step:
         keeps_gradients: p.grad lives from one step to the next.
         clears_late: zero_grad comes after the forward pass, in which what the step before has left is live.
         output: the model's output, which a variable of the program keeps alive through the step.
+        carried: what the variable keeps through the next forward pass, with a cache of keys and values.
         logits: the same, if nothing is known of the variable.
         tail: activations after the last layer, as of a frozen head, from forward to the beginning of backward.
+        largest_in_tail: the largest block of them, in whose backward the gradients of output and input are as large.
         forward_peak: the most bytes of activations and temporaries in the forward pass; 0 if it is not known.
         product_peak: the same while a matrix product runs, which can need cuBLAS' workspace.
         multiprocessors: of the GPU; 0 on the CPU.
@@ -83,8 +85,10 @@ class Step:
     clears_late: bool = False
     others: Mapping[str, int] = field(default_factory=dict)
     output: int = 0
+    carried: int = 0
     logits: int = 0
     tail: int = 0
+    largest_in_tail: int = 0
     forward_peak: int = 0
     product_peak: int = 0
     multiprocessors: int = 0
@@ -173,7 +177,12 @@ class Step:
         if self.product_peak > captured:
             in_product = self._scale(self.product_peak - captured + self.inputs, n)
             live, workspace = max((live, 0), (in_product, self.workspace), key=sum)
-        return {"activations": live, "output": 0, "library_workspace": workspace, **self.left_in_forward(n)}
+        return {
+            "activations": live,
+            "output": self._scale(self.carried, n),
+            "library_workspace": workspace,
+            **self.left_in_forward(n),
+        }
 
     def left_in_forward(self, n: int) -> dict[str, int]:
         """Returns what the step before has left, and lives in the forward pass."""
@@ -205,8 +214,13 @@ class Step:
         is_cast = any(layer.is_autocast for layer in self.layers)
         temporaries = self._scale(output if is_cast else output + min(self.loss, output), n)
         live = self._activations(n) + self._scale(self.tail + self.loss + self.inputs, n)
+        # The loss may be computed by another model that is trained.
+        workspace = self.workspace if self.others.get("optimizer_states") else 0
+        in_tail = self._scale(2 * self.largest_in_tail, n)
+        if in_tail > temporaries + workspace:
+            temporaries, workspace = in_tail, 0
         parts = {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
-        return Instant("backward", "", parts, is_loss=True)
+        return Instant("backward", "", {**parts, "library_workspace": workspace}, is_loss=True)
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
         """Yields the backward of a mode with one pass: hooks, functorch, ew, no_op, or a model without Opacus.
@@ -393,8 +407,7 @@ class Step:
         return sum(layer.sum_bytes for layer in self.layers) if self.mode == "flash_clip" else self.trained
 
     def _kept(self, layer: Layer, clip: FlashClip, n: int) -> int:
-        is_added = self.passes == 1 and adds_outputs(layer, self.layers)
-        outputs = layer.scale(layer.forward.output_bytes, n) if is_added else 0
+        outputs = layer.scale(layer.forward.output_bytes, n) if adds_outputs(layer, self.layers) else 0
         return clip.kept_bytes(n) - outputs * clip.kept_calls(n) // layer.forward.calls
 
     def _update(self, n: int, base: Mapping[str, int]) -> Iterator[Instant]:

@@ -279,7 +279,7 @@ def mode_change(case: Case, mode: str) -> Change | None:
     if mode == "hooks" and step.mode in PER_SAMPLE_MODES:
         return None
     # In ghost clipping each backward pass would discard the gradients of earlier ones.
-    if mode == "ghost" and case.shapes.accumulated > 1:
+    if mode == "ghost" and (case.shapes.accumulated > 1 or _uses_weights_again(step)):
         return None
     if mode == "flash_clip" and (case.shapes.flash_clip_refusal() is not None or case.shapes.mixes_samples()):
         return None
@@ -292,6 +292,13 @@ def mode_change(case: Case, mode: str) -> Change | None:
         lambda changed: changed.in_mode(mode),
         same_forward=True,
     )
+
+
+def _uses_weights_again(step: Step) -> bool:
+    """Returns whether a layer with a norm sampler runs again before its backward pass, which Opacus' hooks refuse."""
+    samplers = [layer for layer in step.layers if layer.module.norm_sampler]
+    times = {layer.name: step.passes * layer.forward.calls for layer in samplers}
+    return any(layer.module.tied_to or layer.name in step.recomputed or times[layer.name] > 1 for layer in samplers)
 
 
 def _action(mode: str) -> Action:

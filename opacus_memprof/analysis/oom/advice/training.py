@@ -117,6 +117,8 @@ def checkpoints(case: Case, step: Step) -> Change | None:
 
     Each unit keeps only its input, and backward recomputes its activations, one unit at a time.
     """
+    if step.mode == "ghost":  # whose hooks refuse a forward pass that runs again
+        return None
     reentrant = step.mode not in ("", "flash_clip")  # Opacus' hooks know no other kind
     inside: dict[str, list[Layer]] = {}
     for prefix in repeated_units(case.shapes.modules):
@@ -155,7 +157,12 @@ def checkpoints(case: Case, step: Step) -> Change | None:
             recomputed[prefix] = recomputed[last.name] + sum(each.bytes for each in behind[prefix])
         tail = max(changed.tail - of_others.get(None, 0), 0)
         return changed.with_changes(
-            layers=tuple(layers), recomputed=recomputed, tail=tail, forward_peak=0, product_peak=0
+            layers=tuple(layers),
+            recomputed=recomputed,
+            tail=tail,
+            largest_in_tail=min(changed.largest_in_tail, tail),
+            forward_peak=0,
+            product_peak=0,
         )
 
     return Change(
@@ -294,7 +301,8 @@ def optimizer_states(case: Case, step: Step) -> Change | None:
     """Returns the change to an optimizer without states."""
     if not step.states or case.history.step_peaks:
         return None
-    optimizer = case.shapes.optimizer
+    name = case.shapes.optimizer
+    optimizer = "SGD with momentum" if name == "SGD" else name
     return Change(
         OPTIMIZER,
         f"SGD without momentum instead of {optimizer}",
@@ -312,7 +320,8 @@ def data_type(case: Case, step: Step) -> Change | None:
 
     The data type is bfloat16, or float16 if the GPU does not compute in bfloat16.
     """
-    if any(layer.forward.element_bytes != 4 for layer in step.layers):
+    trains_others = step.others.get("optimizer_states")  # between them, tensors would have two types
+    if trains_others or any(layer.forward.element_bytes != 4 for layer in step.layers):
         return None
     name = "bfloat16" if case.shapes.has_bfloat16 else "float16"
     if not case.shapes.runs_in(name):
@@ -333,8 +342,10 @@ def data_type(case: Case, step: Step) -> Change | None:
             update=changed.update // 2,
             loss=changed.loss // 2,
             output=changed.output // 2,
+            carried=changed.carried // 2,
             logits=changed.logits // 2,
             tail=changed.tail // 2,
+            largest_in_tail=changed.largest_in_tail // 2,
             forward_peak=changed.forward_peak // 2,
             product_peak=changed.product_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
@@ -451,7 +462,7 @@ def shorter_sequence(case: Case, step: Step) -> Change | None:
     first = step.layers[0]
     if first.module.kind != "Embedding" or first.forward.tokens < 2:
         return None
-    tokens = first.forward.tokens
+    tokens = first.forward.tokens // first.forward.calls
 
     def halve(layer: Layer) -> Layer:
         forward = layer.forward
@@ -475,6 +486,7 @@ def shorter_sequence(case: Case, step: Step) -> Change | None:
             output=changed.output // 2 if by_token else changed.output,
             logits=changed.logits // 2 if by_token else changed.logits,
             tail=changed.tail // 2 if by_token else changed.tail,
+            largest_in_tail=changed.largest_in_tail // 2 if by_token else changed.largest_in_tail,
             forward_peak=changed.forward_peak // 2,
             product_peak=changed.product_peak // 2,
             recomputed={name: size // 2 for name, size in changed.recomputed.items()},
