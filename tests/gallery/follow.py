@@ -121,6 +121,10 @@ def _mode(script: str, code: list[str]) -> Edited:
 
 def _around_the_loop(script: str, code: list[str]) -> Edited:
     """The with-line stands before the loop over the loader that it names, which it contains to the loop's end."""
+    if any(line.endswith("# where the program has it already") for line in code):
+        found = re.search(r"max_physical_batch_size=\d+", code[-1])
+        assert found
+        return re.sub(r"max_physical_batch_size=\d+", found[0], script), {}
     (line,) = (line for line in code if line.startswith("with "))
     name = line.rpartition(" as ")[2].rstrip(":")
     lines = script.splitlines()

@@ -220,7 +220,8 @@ class Step:
         if in_tail > temporaries + workspace:
             temporaries, workspace = in_tail, 0
         parts = {"activations": live, "gradients": gradients, "backward_temporaries": temporaries}
-        return Instant("backward", "", {**parts, "library_workspace": workspace}, is_loss=True)
+        parts |= {"library_workspace": workspace}
+        return Instant("backward", "", parts, is_loss=True)
 
     def _one_pass(self, n: int) -> Iterator[Instant]:
         """Yields the backward of a mode with one pass: hooks, functorch, ew, no_op, or a model without Opacus.
