@@ -5,6 +5,14 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "what_was_compiled_without_hooks",
+        "module/attached_hooks.py",
+        "if len(self.handles) > count and any(map(_is_compiled, registry.model.modules())):",
+        "if len(self.handles) > count and False:",
+        "Layers in a part that torch.compile has compiled for another model are not seen.",
+        programs("graph_compiled_part"),
+    ),
+    Fault(
         "layers_change_before_backward",
         "module/call_proofs.py",
         "if self.joint is None and self._state.structure()[:3] != self._structure[:3]:",

@@ -68,7 +68,7 @@ class AttachedHooks:
             registry: the layers of the model.
             parameter_names: the names of the trained parameters.
         """
-        parts = _parts_of(registry.model)
+        parts, count = _parts_of(registry.model), len(self.handles)
         for module in registry.model.modules():
             if any(each in registry.at for each in module.modules()):
                 parts.add(module)
@@ -78,6 +78,8 @@ class AttachedHooks:
         for module in registry.at:
             if module not in self._taps:
                 self._attach_layer(module)
+        if len(self.handles) > count and any(map(_is_compiled, registry.model.modules())):
+            _forget_compiled()
         if not registry.is_sharded:
             self._watch(parameter_names)
 
@@ -369,6 +371,21 @@ class _NoteGradient:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a weak reference cannot be pickled
         return _NoteGradient, (self.owner(), self.name)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile compiles a module of the model by itself."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _forget_compiled() -> None:
+    """Makes torch compile again what it compiled without hooks, and from now on for modules with hooks and without.
+
+    Otherwise what was compiled for a module runs for others of its class, too, which have hooks: they are not called.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
 
 
 def _parts_of(model: nn.Module) -> set[nn.Module]:

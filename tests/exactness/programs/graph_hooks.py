@@ -213,6 +213,21 @@ def _smoothed(pull: float) -> Body:
     return body
 
 
+# --- parts that torch.compile has compiled for other models, without hooks ---
+class _Compiled(_Features):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.first, backend="eager")  # type: ignore[assignment]
+
+
+def _beside_another(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """Another model of the same class is compiled, too, and gives targets."""
+    with torch.no_grad():
+        targets = s.teacher(b["x"])[0]
+    out = m(b["x"])[0]
+    train(_entropy(out, b) + (out - targets).square().sum(1))
+
+
 # --- modes ---
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -344,6 +359,8 @@ PROGRAMS = [
     _program("rounds_saved_by_batch", _saved(_rounded_by_global, 1, _largest), _Features, _SAVED, True),
     _program("smoothed_in_float32", _smoothed(0.0), _Features, ""),
     _program("smoothed_and_pulled", _smoothed(1e-4), _Features, "not a sum, or a mean", True),
+    _program("compiled_part", _plain, _Compiled, ""),
+    _program("compiled_part_of_two", _beside_another, _Compiled, ""),
     _program("halves_in_forward", _plain, _Hooked, ""),
     *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
     *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),
