@@ -33,6 +33,9 @@ from opacus_memprof.clipping.proof.explanation import loss_of_backward
 from opacus_memprof.clipping.proof.summary import Counts, Tensors, halves, release
 from opacus_memprof.errors import MemprofError
 
+_MOST_NEW = 16
+"""So many times the steps after one with a new loss are checked."""
+
 
 class Parts:
     """The outputs of the model, and of parts that the program has called by themselves, since the last step.
@@ -51,6 +54,7 @@ class Parts:
         self._of_models: list[OtherSamples] = []  # modes of other models, which do not follow a call
         self.carries = False  # whether the loss depends on what samples of earlier steps have left
         self._step = 1
+        self._new_at, self._left_for_new = 0, _MOST_NEW
         self._constants: Tensors | None = None
         self._found: Tensors | None = None
         self._counts = Counts()
@@ -102,15 +106,15 @@ class Parts:
         left, self._left = self._left, None
         if left is not None:
             left.is_earlier = True
-        step = self._step + (not self._is_too_small)
+        step, new_at = self._step + (not self._is_too_small), self._new_at
         self.forget()
-        self._step = step
+        self._step, self._new_at = step, new_at
         if self.is_due():
             self._left = left
 
     def forget(self) -> None:
         """Forgets the calls of a step that is refused. Steps are checked as from the first one again."""
-        self._step = 1
+        self._step, self._new_at = 1, 0
         self._outputs.clear()
         self.pause()
         for mode in self._all_modes():
@@ -328,9 +332,27 @@ class Parts:
                 mode.values.share(x)
         return mode
 
+    def is_followed(self, mode: OtherSamples | None, outputs: Outputs) -> bool | None:
+        """Returns whether a mode follows what is computed from these outputs; None if they are too large for a check.
+
+        Also None where no step is checked.
+        """
+        if mode is not None:
+            return True
+        is_large = sum(x.nbytes for x, _ in outputs) > OTHER_BYTES
+        return None if is_large or self.check_steps == "off" else False
+
+    def check_next(self) -> None:
+        """Makes the next steps checked ones, because the loss of this one is new. Not for ever."""
+        self._left_for_new -= 1
+        if self._left_for_new >= 0:
+            self._new_at = self._step
+
     def is_due(self) -> bool:
         """Returns whether calls of this step are checked: in pairs of steps, for what one leaves for the next."""
         step, check = self._step, self.check_steps
+        if self._new_at < step <= self._new_at + 2:
+            return check != "off"
         return is_checked(check, step) or (step > 1 and is_checked(check, step - 1))
 
     @torch.no_grad()

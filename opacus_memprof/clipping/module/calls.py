@@ -50,6 +50,7 @@ class Call:
         modes: the modes of the program that it runs under; see `Modes.key`.
         thread: the thread that calls the module.
         other_thread: the error if another thread has called a layer meanwhile.
+        is_followed: see `Parts.is_followed`.
     """
 
     entry: nn.Module
@@ -69,6 +70,7 @@ class Call:
     modes: tuple[Any, ...] = field(default_factory=lambda: Modes.now().key())
     thread: int = field(default_factory=threading.get_ident)
     other_thread: MemprofError | None = None
+    is_followed: bool | None = None
 
     def has_gradients_of_inputs(self) -> bool:
         """Returns whether a backward may give its inputs gradients, such as those of an adversarial attack."""

@@ -149,8 +149,8 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             registry, self.layer_hooks, bookkeeping, self.certificate, check, self._attached.run, self._attach
         )
         self._explained = ExplainedSteps(self.layer_hooks, bookkeeping)
-        self._graph_hooks = GraphHooks(bookkeeping.refusal.add)
         self._parts = Parts(self._proofs.situations.check if self._proofs.joint is None else "off")
+        self._graph_hooks = GraphHooks(bookkeeping, self._parts.check_next)
         self._call: Call | None = None
         self._begun_with: RandomState | None = None
         self._allocated_before = 0
@@ -201,12 +201,13 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             MemprofError: a gradient did not come through the outputs.
         """
         self._parts.end_step()
-        self._graph_hooks.clear()
         try:
             self._explained.check(self.trained)
         except MemprofError:
+            self._graph_hooks.clear()
             self.situations.known.clear()  # otherwise the same program's next step would not be compared
             raise
+        self._graph_hooks.end_step()
 
     def begin_step(self) -> None:
         """Called when a step begins, whose operations are not the program's: ranks communicate there, for example.
@@ -458,7 +459,12 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         finally:
             last = output if changed is None else changed
             if not (call.is_off or call.random is None or last is None or self.situations.check == "off"):
-                self._graph_hooks.end_call([x for x in tensors_in(last) if x.requires_grad])
+                tensors = tensors_in(last)
+                places = arrangements_by_shape(tensors, self.layer_hooks.batch)
+                if call.situation is not None:
+                    places[: len(call.situation.arrangements)] = call.situation.arrangements
+                outputs = [(x, where) for x, where in zip(tensors, places, strict=False) if x.requires_grad]
+                self._graph_hooks.end_call(outputs, self.layer_hooks.batch, call.is_followed)
             self._parts.end_call(call, last, self.layer_hooks.batch, self.registry.model)
 
     def _end_call(self, call: Call, output: Any) -> Any:
@@ -551,6 +557,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             begin = functools.partial(self._begin_backward, hooks.forward, modes, None, 0)
             x.register_hook(begin)  # type: ignore[no-untyped-call]
         mode = self._parts.follow(call, outputs, hooks.forward) if call.random is not None else None
+        call.is_followed = self._parts.is_followed(mode, outputs)
         if mode is not None:
             for x, where in outputs:
                 if where is not None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a graph, and dispatch modes, that a program adds and leaves on where no proof has seen them."""
+"""What begins in a step of which nothing is checked but what every step is.
+
+Hooks on a graph, terms of the loss and other losses, and dispatch modes that a program leaves on.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -111,6 +115,76 @@ def _body(add: Callable[[Any, Any, Change], None], change: Change, begins: int) 
         train(_entropy(outputs[0], b))
 
     return body
+
+
+class _Auxiliary(_Features):
+    """Keeps a loss that mixes samples in an attribute, as routers do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, features = super().forward(x)
+        self.balance = features.softmax(1).mean(0).square().sum()
+        return out, features.detach()
+
+
+class _Once(torch.autograd.Function):
+    """Half of the squares, without second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square() / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+def _once(out: torch.Tensor, b: Batch) -> torch.Tensor:
+    squares: torch.Tensor = _Once.apply(out)
+    return squares.sum(1)
+
+
+def _with_balance(before: float, begins: int) -> Body:
+    """A step with a term from an attribute, of weight 1, that begins; with another weight until then."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        losses = _entropy(m(b["x"])[0], b)
+        s.calls = getattr(s, "calls", 0) + 1
+        weight = 1.0 if s.calls >= begins else before
+        balance = getattr(m, "_module", m).balance / len(losses)
+        train(losses if weight < 0 else losses + weight * balance)
+
+    return body
+
+
+def _with_loss(loss: Callable[[torch.Tensor, Batch], torch.Tensor], begins: int) -> Body:
+    """A step with another loss than cross entropy from one step on."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        out = m(b["x"])[0]
+        s.calls = getattr(s, "calls", 0) + 1
+        train(loss(out, b) if s.calls >= begins else _entropy(out, b))
+
+    return body
+
+
+def _with_lengths(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """A loss with more terms, and other ones, in each step."""
+    losses = _entropy(m(b["x"])[0], b)
+    s.calls = getattr(s, "calls", 0) + 1
+    for i in range(s.calls):
+        losses = losses.tanh() if i % 3 == 2 else losses * 0.9 + losses.square() * 0.1
+    train(losses)
+
+
+def _with_weighted_hook(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """A hook on the outputs that is there in all steps, and mixes from one on."""
+    outputs = m(b["x"])
+    s.calls = getattr(s, "calls", 0) + 1
+    weight = 1.0 if s.calls >= _STEPS else 0.0
+    outputs[0].register_hook(lambda g: g - weight * g.mean(0))
+    train(_entropy(outputs[0], b))
 
 
 def _plain(m: Any, b: Batch, train: Train, s: Any) -> None:
@@ -340,6 +414,23 @@ _INSIDE = {
     "in_place": _in_place,
 }
 _SAVED = "saved-tensor hooks around the model change"
+_MIXING_LOSSES: dict[str, Callable[[torch.Tensor, Batch], torch.Tensor]] = {
+    "centered": lambda out, b: _entropy(out - out.mean(0), b),
+    "normalized": lambda out, b: _entropy((out - out.mean(0)) / (out.std(0) + 1e-3), b),
+    "contrastive": lambda out, b: -(out @ out.T).log_softmax(1).diagonal(),
+    "over_samples": lambda out, b: -out.log_softmax(0)[:, 0],
+    "neighbours": lambda out, b: _entropy(out + out.roll(1, 0), b),
+    "root_of_mean": lambda out, b: (out - 1).square().mean().sqrt().expand(len(out)) / len(out),
+}
+_OTHER_LOSSES: dict[str, Callable[[torch.Tensor, Batch], torch.Tensor]] = {
+    "penalty": lambda out, b: _entropy(out, b) + 0.1 * out.square().sum(1),
+    "centered_alone": lambda out, b: _entropy(out - out.mean(1, keepdim=True), b),
+    "focal": lambda out, b: _entropy(out, b) * (1 - (-_entropy(out, b)).exp()).square(),
+    "one_by_one": lambda out, b: torch.stack([row.square().sum() for row in out]),
+    "linear": lambda out, b: out.sum(1),
+}
+_BESIDE = "reaches the model beside its outputs"
+_NO_SUM = "is not a sum, or a mean, of terms of one sample each"
 _CHANGES = "changes gradients inside of the model"
 _STAYS = "leaves it on when it ends"
 
@@ -361,6 +452,16 @@ PROGRAMS = [
     _program("smoothed_and_pulled", _smoothed(1e-4), _Features, "not a sum, or a mean", True),
     _program("compiled_part", _plain, _Compiled, ""),
     _program("compiled_part_of_two", _beside_another, _Compiled, ""),
+    _program("output_mixes_late", _body(_on_output, _mixed, 7), _Features, _NO_SUM, True),
+    _program("output_hook_mixes_late", _with_weighted_hook, _Features, _NO_SUM, True),
+    _program("balance_begins", _with_balance(-1.0, 7), _Auxiliary, _BESIDE, True),
+    _program("balance_gets_weight", _with_balance(0.0, 7), _Auxiliary, _BESIDE, True),
+    _program("balance_has_no_weight", _with_balance(0.0, 8), _Auxiliary, ""),
+    *(_program(f"loss_{n}_late", _with_loss(f, 7), _Features, _NO_SUM, True) for n, f in _MIXING_LOSSES.items()),
+    *(_program(f"loss_{n}_late", _with_loss(f, 7), _Features, "") for n, f in _OTHER_LOSSES.items()),
+    _program("loss_of_lengths", _with_lengths, _Features, ""),
+    _program("loss_once_late", _with_loss(_once, 7), _Features, "its second derivatives, by which"),
+    _program("loss_once", _with_loss(_once, 1), _Features, ""),
     _program("halves_in_forward", _plain, _Hooked, ""),
     *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
     *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),
