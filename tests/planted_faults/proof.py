@@ -201,8 +201,8 @@ FAULTS = [
     Fault(
         "batches_of_one_are_checked",
         "module/between_calls.py",
-        "step = self._step + (not self._is_too_small)",
-        "step = self._step + 1",
+        "step, new_at = self._step + (not self._is_too_small),",
+        "step, new_at = self._step + 1,",
         "Steps in which nothing can be seen take the place of those that are checked.",
         programs("labels_after_batches_of_one"),
     ),
@@ -313,7 +313,7 @@ FAULTS = [
     Fault(
         "refused_loss_is_not_looked_for_again",
         "module/between_calls.py",
-        "        self._step = 1\n        self._outputs.clear()",
+        "        self._step, self._new_at = 1, 0\n        self._outputs.clear()",
         "        self._outputs.clear()",
         "After a refused step the same program's steps are checked as seldom as before.",
         integration("flash_clip_refusals::steps_after_a_refused_one"),

@@ -103,8 +103,8 @@ FAULTS = [
     Fault(
         "losses_are_not_checked_in_every_step",
         "module/attached_hooks.py",
-        "            _check_losses(losses, args[0])\n",
-        "            pass\n",
+        "        _check_losses(roots, gradients)\n",
+        "        pass\n",
         "Neither a term beside the outputs nor a mixing loss that begins between two checks is noticed.",
         programs("graph_loss_centered_late"),
     ),

@@ -469,7 +469,8 @@ def _kind(node: Any, batch: int) -> tuple[Any, ...]:
     if names is None:
         names = _settings_of[cls] = [name for name in dir(cls) if _SETTINGS.match(name)]
     metadata = node._input_metadata
-    shape: Sequence[int] = metadata[0].shape if metadata else ()
+    has_shape = bool(metadata) and not metadata[0].is_cpp_nested_tensor
+    shape: Sequence[int] = metadata[0].shape if has_shape else ()
     rows = 0 if not shape else 2 if shape[0] == batch else int(shape[0] == 1)
     return node.name(), len(shape), rows, *[_setting(node, name) for name in names]
 
