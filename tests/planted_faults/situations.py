@@ -138,7 +138,7 @@ FAULTS = [
         "(node, name) for name in names]",
         "(node, name) for name in ()]",
         "A softmax over the samples is taken for one over classes.",
-        programs("graph_loss_over_samples_late"),
+        programs("graph_loss_turns_to_samples"),
     ),
     Fault(
         "second_derivatives_are_zero",

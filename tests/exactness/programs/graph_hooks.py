@@ -158,13 +158,21 @@ def _with_balance(before: float, begins: int) -> Body:
     return body
 
 
-def _with_loss(loss: Callable[[torch.Tensor, Batch], torch.Tensor], begins: int) -> Body:
-    """A step with another loss than cross entropy from one step on."""
+def _of_first_class(out: torch.Tensor, dim: int) -> torch.Tensor:
+    return -out.log_softmax(dim)[:, 0]
+
+
+def _with_loss(
+    loss: Callable[[torch.Tensor, Batch], torch.Tensor],
+    begins: int,
+    first: Callable[[torch.Tensor, Batch], torch.Tensor] = _entropy,
+) -> Body:
+    """A step with another loss than the first one from one step on."""
 
     def body(m: Any, b: Batch, train: Train, s: Any) -> None:
         out = m(b["x"])[0]
         s.calls = getattr(s, "calls", 0) + 1
-        train(loss(out, b) if s.calls >= begins else _entropy(out, b))
+        train(loss(out, b) if s.calls >= begins else first(out, b))
 
     return body
 
@@ -418,7 +426,7 @@ _MIXING_LOSSES: dict[str, Callable[[torch.Tensor, Batch], torch.Tensor]] = {
     "centered": lambda out, b: _entropy(out - out.mean(0), b),
     "normalized": lambda out, b: _entropy((out - out.mean(0)) / (out.std(0) + 1e-3), b),
     "contrastive": lambda out, b: -(out @ out.T).log_softmax(1).diagonal(),
-    "over_samples": lambda out, b: -out.log_softmax(0)[:, 0],
+    "over_samples": lambda out, _: _of_first_class(out, 0),
     "neighbours": lambda out, b: _entropy(out + out.roll(1, 0), b),
     "root_of_mean": lambda out, b: (out - 1).square().mean().sqrt().expand(len(out)) / len(out),
 }
@@ -459,6 +467,13 @@ PROGRAMS = [
     _program("balance_has_no_weight", _with_balance(0.0, 8), _Auxiliary, ""),
     *(_program(f"loss_{n}_late", _with_loss(f, 7), _Features, _NO_SUM, True) for n, f in _MIXING_LOSSES.items()),
     *(_program(f"loss_{n}_late", _with_loss(f, 7), _Features, "") for n, f in _OTHER_LOSSES.items()),
+    _program(
+        "loss_turns_to_samples",
+        _with_loss(lambda out, _: _of_first_class(out, 0), 7, lambda out, _: _of_first_class(out, 1)),
+        _Features,
+        _NO_SUM,
+        True,
+    ),
     _program("loss_of_lengths", _with_lengths, _Features, ""),
     _program("loss_once_late", _with_loss(_once, 7), _Features, "its second derivatives, by which"),
     _program("loss_once", _with_loss(_once, 1), _Features, ""),
