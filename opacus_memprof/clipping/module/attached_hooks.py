@@ -273,6 +273,7 @@ class GraphHooks:
 
         Raises:
             MemprofError: a loss reaches the model beside its outputs, or mixes samples.
+            OutOfMemoryError: the second derivatives do not fit.
         """
         own = [each for each in self._graphs if any(each.has_output(edge) for edge, _ in graph.outputs)]
         edge = graph.gradient_beside(losses, given)
