@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opacus_memprof.clipping import DPOptimizerFlashClip, GradSampleModuleFlashClip
 from opacus_memprof.errors import MemprofError
+from tests.exactness.programs.graph_hooks import _entropy, _Features, _with_loss
+from tests.exactness.programs.left import _batches, _run
 from tests.integration.flash_clip_models import (
     assert_same,
     criterion,
@@ -880,3 +883,12 @@ def test_a_proof_that_fails_leaves_no_saved_tensor_hooks() -> None:
         module(torch.randn(6, 3))
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
     assert top(False) is None
+
+
+def test_a_new_loss_with_detached_tensors_lasts_one_step() -> None:
+    """It begins in step 11. Of the later steps, the 16th would be the first that is always checked."""
+    mixing = _with_loss(lambda out, b: _entropy(out - out.mean(0).detach(), b), 11)
+    sums: list[Any] = []
+    message = _run(mixing, _Features, list(islice(cycle(_batches(0, "")), 16)), sums)
+    assert "is not a sum, or a mean, of terms of one sample each" in message
+    assert len(sums) == 11

@@ -133,6 +133,14 @@ FAULTS = [
         programs("graph_balance_has_no_weight"),
     ),
     Fault(
+        "steps_after_a_new_loss_are_as_others",
+        "module/between_calls.py",
+        "            self._new_at = self._step\n",
+        "            pass\n",
+        "A loss that mixes samples by detached tensors is noticed many steps later.",
+        integration("flash_clip_refusals::a_new_loss_with_detached_tensors_lasts_one_step"),
+    ),
+    Fault(
         "losses_differ_by_no_settings",
         "proof/explanation.py",
         "(node, name) for name in names]",
