@@ -28,7 +28,7 @@ from opacus_memprof.clipping.bookkeeping.backward_pass import BackwardPass
 from opacus_memprof.clipping.forwards.repetition import Modes, Surroundings
 from opacus_memprof.clipping.forwards.state import Arrangement, ModuleState, RandomState
 from opacus_memprof.clipping.layers import KeptTensors
-from opacus_memprof.clipping.proof.batches import ALIAS, as_output, cotangents, has_samples, is_output
+from opacus_memprof.clipping.proof.batches import ALIAS, Root, as_output, cotangents, edge_of, has_samples, is_output
 from opacus_memprof.clipping.proof.by_hand import (
     GradientSums,
     add_gradients,
@@ -355,7 +355,7 @@ class LossGraph:
     own_functions: list[str]
 
     @classmethod
-    def of(cls, losses: Sequence[Any], batch: int, known: Places, ranges: Sequence[tuple[int, int]]) -> LossGraph:
+    def of(cls, losses: Sequence[Root], batch: int, known: Places, ranges: Sequence[tuple[int, int]]) -> LossGraph:
         """Reads the graph.
 
         Args:
@@ -389,7 +389,7 @@ class LossGraph:
             return index << 8 | number
 
         for loss in losses:
-            visit(*((loss.node, loss.output_nr) if isinstance(loss, GradientEdge) else (loss.grad_fn, loss.output_nr)))
+            visit(*edge_of(loss))
         for node in nodes:  # which grow
             found.kinds.append(_kind(node, batch))
             if isinstance(node, BackwardCFunction) and found.kinds[-1][0] != "_DDPSinkBackward":
