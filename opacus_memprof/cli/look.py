@@ -18,10 +18,9 @@ from opacus_memprof.errors import MemprofError, require
 from opacus_memprof.language import tr
 from opacus_memprof.profiles.difference import Diff
 from opacus_memprof.profiles.directory import DEFAULT_DIRECTORY, PLAN, RANKS, gather
-from opacus_memprof.profiles.json_object import JsonObject, read_json_object
+from opacus_memprof.profiles.json_object import JsonObject, read_json_object, schema_of
 from opacus_memprof.profiles.plan import Plan
 from opacus_memprof.profiles.profile import Profile
-from opacus_memprof.profiles.schemas import schema_of
 from opacus_memprof.versions import VERSION
 
 _PROFILE = "Directory of the profile, or file of torch.cuda.memory._dump_snapshot."

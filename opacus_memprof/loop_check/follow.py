@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from opacus_memprof.clipping.forwards.state import GivenRows
 from opacus_memprof.clipping.module.calls import open_objects
-from opacus_memprof.clipping.proof.explanation import reductions_of
+from opacus_memprof.clipping.proof.loss_graph import reductions_of
 from opacus_memprof.loop_check.deliveries import Deliveries
 from opacus_memprof.loop_check.explain import explain, foreign_parameters
 from opacus_memprof.loop_check.loss import LossScale

@@ -9,7 +9,7 @@ runs             many runs at once, stored in runs.jsonl
 verdict          whether one configuration fits, and how to make it fit
 table            the cells of a plan: the largest value that fits for each mode and GPU, found by few runs
 draws            the probability of running out of memory with Poisson sampling
-replay           a recorded run with other settings; replay_process is its process
+replay           a recorded run with other settings, and the process of one
 python           plans of a function; call is the program that runs it
 report           a plan in plain words, and its files besides its runs: plan.json, a profile
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of structures that are stored as JSON, and the functions that read and write them."""
 
+import inspect
 import json
 import re
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
@@ -66,6 +67,16 @@ def to_json(content: Any, indent: int | None = None) -> str:
     """Serializes to one JSON document and a newline. Escapes text that is not Unicode, such as in some file names."""
     separators = (",", ":") if indent is None else None
     return json.dumps(content, indent=indent, separators=separators, default=msgspec.to_builtins) + "\n"
+
+
+def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
+    """Returns the JSON Schema 2020-12 of a structure. It allows further keys, which later releases may add."""
+    schema = msgspec.json.schema(kind)
+    for part in schema["$defs"].values():
+        part["description"] = inspect.cleandoc(part["description"])
+        if "format" in part["properties"]:  # its default is for writers
+            part["required"] = ["format", *part.get("required", ())]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def read_json_object(path: Path, kind: type[T], remedy: str = REMEDY) -> T:

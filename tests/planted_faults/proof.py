@@ -16,7 +16,7 @@ FAULTS = [
     ),
     Fault(
         "means_of_what_is_summed_first",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "and 0 not in dims",
         "and True",
         "A mean over a sample's numbers is taken for one over the batch.",

@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "output_of_another_output_gets_an_alias",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "if x.grad_fn is not None and x.grad_fn in graph_nodes(",
         "if x.grad_fn is None and x.grad_fn in graph_nodes(",
         "autograd.grad of an output from which another one is computed fails in checked steps.",
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "gradients_beside_outputs_are_the_program_s",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "        if _number_of(node) < self._end:\n            return []\n",
         "",
         "A term that reaches an output beside it, from which another output is computed, is not noticed.",
@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "one_use_of_an_inner_output",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "self.gradient = gradient if self.gradient is None else self.gradient + gradient",
         "self.gradient = gradient",
         "A loss that uses an output twice is refused where another output is computed from it.",
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     Fault(
         "losses_are_not_checked_in_every_step",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "        _check_losses(roots, gradients)\n",
         "        pass\n",
         "Neither a term beside the outputs nor a mixing loss that begins between two checks is noticed.",
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "terms_beside_outputs_are_known",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "        if graph.beside:\n            return False\n",
         "",
         "A term of the loss from an attribute is accepted if the loss from the outputs is known.",
@@ -118,7 +118,7 @@ FAULTS = [
     ),
     Fault(
         "terms_beside_outputs_have_no_gradient",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "if g is not None and bool(g.any())), None)",
         "if g is None), None)",
         "A term of the loss from an attribute is taken for one without a gradient.",
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "terms_without_weight_are_refused",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "if g is not None and bool(g.any())), None)",
         "if g is not None), None)",
         "A term of the loss from an attribute is refused although its weight is zero.",
@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "losses_differ_by_no_settings",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "(node, name) for name in names]",
         "(node, name) for name in ()]",
         "A softmax over the samples is taken for one over classes.",
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "second_derivatives_are_zero",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "if bool((others.isfinite() & (others != 0)).any()):",
         "if False:",
         "No new loss has second derivatives by two samples.",
@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "second_derivatives_of_a_sample_count",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "where.by_sample(g, batch)[(kept == 0).to(g.device)]",
         "where.by_sample(g, batch)",
         "A loss that is not linear is taken for one that mixes samples.",
@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "own_functions_have_second_derivatives",
-        "proof/explanation.py",
+        "proof/loss_graph.py",
         "        if self.own_functions:\n",
         "        if False:\n",
         "A new loss by a function without second derivatives is taken for a linear one.",
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_on_outputs_may_mix",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "self.bookkeeping.loss_mixes |= far_apart(x, y, kept)",
         "pass",
         "A hook on an output that begins to mix samples between two checks is not noticed.",
@@ -182,7 +182,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_on_tensors_are_not_watched",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "    return on_tensor(self, _watched(hook, self))",
         "    return on_tensor(self, hook)",
         "A hook on a tensor inside of the model that begins between two checks is not noticed.",
@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_on_nodes_are_not_watched",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "on_node(hooks, _watched(hook, None))",
         "on_node(hooks, hook)",
         "A hook on a node of the model's graph that begins between two checks is not noticed.",
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     Fault(
         "hooks_may_write_to_gradients",
-        "module/attached_hooks.py",
+        "module/graph_hooks.py",
         "changed = [x._version for x in given] != versions",
         "changed = False",
         "A hook that writes to a gradient, and returns nothing, is not noticed.",

@@ -22,9 +22,8 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language
 from opacus_memprof.profiles.directory import ProfileDirectory, claim, copy_rank, gather, rank_directories
 from opacus_memprof.profiles.job_summary import JobSummary
-from opacus_memprof.profiles.json_object import to_json
+from opacus_memprof.profiles.json_object import schema_of, to_json
 from opacus_memprof.profiles.launch import Launch
-from opacus_memprof.profiles.schemas import schema_of
 from opacus_memprof.profiles.units import format_ranks
 from opacus_memprof.reports.text import print_job
 from tests.unit.event_files import EventFile

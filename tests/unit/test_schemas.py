@@ -2,6 +2,7 @@
 """The published JSON schemas agree with the structures and, by jsonschema, with files."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from msgspec import to_builtins
 from random_profile import write_random_profile
 
 from opacus_memprof.experiments.files import read_result
-from opacus_memprof.profiles.schemas import schema_files
 from tests.unit.sweep_results import assert_contains
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,8 @@ def validator(name: str) -> Any:
 
 
 def test_they_are_current() -> None:
-    """`python -m opacus_memprof.profiles.schemas docs/schemas` writes them anew."""
+    """`python tools/schemas.py docs/schemas` writes them anew."""
+    schema_files = runpy.run_path(str(ROOT / "tools" / "schemas.py"))["schema_files"]
     assert {file.name: file.read_text(encoding="utf-8") for file in PUBLISHED.iterdir()} == schema_files()
 
 

@@ -29,7 +29,7 @@ from opacus_memprof.clipping.proof.batches import (
     leaves_of_call,
     tensors_in,
 )
-from opacus_memprof.clipping.proof.explanation import loss_of_backward
+from opacus_memprof.clipping.proof.loss_graph import loss_of_backward
 from opacus_memprof.clipping.proof.summary import Counts, Tensors, halves, release
 from opacus_memprof.errors import MemprofError
 

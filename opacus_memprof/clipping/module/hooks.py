@@ -30,13 +30,7 @@ from opacus_memprof.clipping.forwards.state import Arrangement, RandomState
 from opacus_memprof.clipping.layer_hooks import LayerHooks
 from opacus_memprof.clipping.layers import Layer
 from opacus_memprof.clipping.layers.registry import LayerRegistry
-from opacus_memprof.clipping.module.attached_hooks import (
-    AttachedHooks,
-    GraphHooks,
-    InnerOutput,
-    refuse_private,
-    remember_owner,
-)
+from opacus_memprof.clipping.module.attached_hooks import AttachedHooks, refuse_private, remember_owner
 from opacus_memprof.clipping.module.between_calls import Parts
 from opacus_memprof.clipping.module.call_proofs import CallProofs
 from opacus_memprof.clipping.module.calls import (
@@ -55,6 +49,7 @@ from opacus_memprof.clipping.module.calls import (
     open_objects,
     without_samples,
 )
+from opacus_memprof.clipping.module.graph_hooks import GraphHooks, InnerOutput
 from opacus_memprof.clipping.module.other_samples import OtherSamples
 from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.proof.batches import (

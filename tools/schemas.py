@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON schemas of the files, made from their structures.
+"""Writes the JSON schemas of the files, made from their structures: `python tools/schemas.py docs/schemas`."""
 
-`python -m opacus_memprof.profiles.schemas docs/schemas` writes them.
-"""
-
-import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from opacus_memprof.profiles.difference import BaselineFile, Diff
 from opacus_memprof.profiles.experiment_result import ExperimentResult
 from opacus_memprof.profiles.job_summary import JobSummary
-from opacus_memprof.profiles.json_object import JsonObject
+from opacus_memprof.profiles.json_object import JsonObject, schema_of
 from opacus_memprof.profiles.live_memory import Snapshot
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.profiles.plan import Plan
@@ -34,16 +27,6 @@ STRUCTURES: dict[str, type[JsonObject]] = {
     "baseline": BaselineFile,
     "diff": Diff,
 }
-
-
-def schema_of(kind: type[JsonObject]) -> dict[str, Any]:
-    """Returns the JSON Schema 2020-12 of a structure. It allows further keys, which later releases may add."""
-    schema = msgspec.json.schema(kind)
-    for part in schema["$defs"].values():
-        part["description"] = inspect.cleandoc(part["description"])
-        if "format" in part["properties"]:  # its default is for writers
-            part["required"] = ["format", *part.get("required", ())]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def schema_files() -> dict[str, str]:
