@@ -52,6 +52,7 @@ class Names:
     def __init__(self, names: NameLists, replayed: Mapping[str, Any]) -> None:
         builtin: list[str] = replayed["category_names"]
         self._categories = [*builtin, *names.categories[len(builtin) :]]
+        self._reported = [reported_name(name) for name in self._categories]
         self._builtin = {reported_name(name) for name in builtin} - {FORWARD_UNDECIDED}
         self._phases: Sequence[str] = replayed["phase_names"]
         self._modules = names.modules or [""]  # id 0 is none
@@ -92,7 +93,7 @@ class Names:
         return "cpu" if id == 0 else f"cuda:{id - 1}"
 
     def reported_category(self, id: int) -> str:
-        return reported_name(self.category(id))
+        return self._reported[id] if id < len(self._reported) else self.category(id)
 
     def categories(self, by_id: Sequence[int]) -> dict[str, int]:
         """Returns bytes by reported category, from bytes by category id, without empty categories."""

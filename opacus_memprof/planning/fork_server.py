@@ -126,8 +126,8 @@ class ForkServer:
             changed: files of which the program reads copies with changes.
         """
         self._environment = dict(os.environ)
-        self._imports = ImportedModules(self._environment, self._hidden.pending, changed)
         if self._learns:
+            self._imports = ImportedModules(self._environment, self._hidden.pending, changed)
             sys.meta_path.insert(0, self._imports)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for target, opened in enumerate(streams):
@@ -145,7 +145,8 @@ class ForkServer:
     def run(self, program: Callable[[], object]) -> NoReturn:
         """Runs a program in a process that `become` has prepared, and ends the process.
 
-        Modules are not freed as at the end of Python: that would copy all memory of the server, which takes a second.
+        Neither modules nor C++ libraries are freed as at the end of Python: that would copy all memory of the server,
+        which takes a second.
         """
         code: object = 0
         try:
@@ -164,8 +165,8 @@ class ForkServer:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        ctypes.PyDLL(None).exit(code)  # runs handlers that C++ libraries have registered, which may need the GIL
-        os._exit(code)
+        ctypes.CDLL(None).fflush(None)  # what C++ libraries have printed
+        os._exit(code & 0xFF)
 
     def _check_environment(self, name: str) -> None:
         """Starts again in a new process if the program has set variables, which packages read when imported."""
