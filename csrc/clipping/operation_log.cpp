@@ -19,6 +19,7 @@ namespace {
 constexpr int kMostChanges = 8;
 constexpr std::int64_t kMostDimensions = 8;
 constexpr std::size_t kMostSequences = 4096;
+constexpr std::size_t kMostOperations = 1 << 20;  // of a record that nothing ends
 
 thread_local OperationLog* recording = nullptr;
 
@@ -150,11 +151,14 @@ OperationLog::~OperationLog() {
   if (is_recording_) end(false);
 }
 
-void OperationLog::begin() {
+void OperationLog::begin(bool with_inner) {
   if (recording != nullptr) recording->end(false);  // a forward that has raised an error
+  with_inner_ = with_inner;
+  depth_ = 0;
   before_ = before_that_ = sequence_ = 0;
   last_.clear();
-  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&OperationLog::record)
+  const auto leave = with_inner ? nullptr : &OperationLog::leave;
+  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&OperationLog::record, leave)
                                              .needsInputs(true)
                                              .scopes({at::RecordScope::FUNCTION}));
   is_recording_ = true;
@@ -209,7 +213,8 @@ bool OperationLog::is_unknown(std::uint64_t key, std::uint64_t value) const {
 
 std::unique_ptr<at::ObserverContext> OperationLog::record(const at::RecordFunction& operation) {
   OperationLog* const log = recording;
-  if (log == nullptr) return nullptr;
+  if (log == nullptr || (!log->with_inner_ && log->depth_++ > 0)) return nullptr;
+  if (log->last_.size() == kMostOperations) return nullptr;
   const char* const name = operation.name();
   // An operator is known by its overload, which is never moved. What torch records under a string
   // ("detach") has that string on the stack, elsewhere in each call, and shares one overload.
@@ -229,6 +234,11 @@ std::unique_ptr<at::ObserverContext> OperationLog::record(const at::RecordFuncti
   log->sequence_ = mix(mix(log->sequence_, context), numbers);
   log->last_.push_back({context, numbers});
   return nullptr;
+}
+
+void OperationLog::leave(const at::RecordFunction& /*operation*/,
+                         at::ObserverContext* /*context*/) {
+  if (recording != nullptr && recording->depth_ > 0) --recording->depth_;
 }
 
 }  // namespace opacus_memprof::clipping

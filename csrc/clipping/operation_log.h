@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recognizes whether a forward has run the operations, with the numbers, of forwards that are
-// proved.
+// Recognizes whether a forward, or what computes a loss, has run the operations, with the numbers,
+// of those that are proved.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -12,11 +12,11 @@
 
 namespace opacus_memprof::clipping {
 
-// The operations of proved forwards. An operation is known by its operator and the two before it,
-// so that a loop over more tokens runs the same ones. Its numbers are its arguments that are
-// floating point or flags, the numbers that Python multiplies by or adds, and dimensions. All that
-// a program reads to compute (a file, the time, a global variable) comes through operations and
-// their numbers, or through the values of tensors.
+// Operations that are known, such as those of proved forwards. An operation is known by its
+// operator and the two before it, so that a loop over more tokens runs the same ones. Its numbers
+// are its arguments that are floating point or flags, the numbers that Python multiplies by or
+// adds, and dimensions. All that a program reads to compute (a file, the time, a global variable)
+// comes through operations and their numbers, or through the values of tensors.
 class OperationLog {
  public:
   OperationLog() = default;
@@ -24,8 +24,9 @@ class OperationLog {
   OperationLog& operator=(const OperationLog&) = delete;
   ~OperationLog();
 
-  // Records the operations that this thread runs until `end`.
-  void begin();
+  // Records the operations that this thread runs until `end`: all, or without those that others
+  // run, which a dispatch mode of Python's changes.
+  void begin(bool with_inner);
 
   // Ends the record. Returns whether it has unknown operations or numbers. Where forwards draw
   // random numbers, parts of them may be skipped, so that equal operations are not told apart by
@@ -46,11 +47,14 @@ class OperationLog {
   };
 
   static std::unique_ptr<at::ObserverContext> record(const at::RecordFunction& operation);
+  static void leave(const at::RecordFunction& operation, at::ObserverContext* context);
 
   [[nodiscard]] bool is_unknown(std::uint64_t key, std::uint64_t value) const;
   [[nodiscard]] bool has_unknown(bool is_ordered) const;
 
   bool is_recording_ = false;
+  bool with_inner_ = true;
+  int depth_ = 0;  // of operations inside of others
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
   std::uint64_t before_ = 0;
   std::uint64_t before_that_ = 0;

@@ -5,6 +5,22 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "new_operations_of_a_loss_are_not_checked",
+        "module/graph_hooks.py",
+        "        elif is_new:\n            self.check_next()\n",
+        "",
+        "A loss of the same graph that detached values of other samples enter is not checked before its schedule.",
+        programs("graph_divisor_operation_late", "graph_divisor_number_late"),
+    ),
+    Fault(
+        "operations_of_every_loss_are_known",
+        "module/graph_hooks.py",
+        "        if latest.is_followed:\n            self._operations.learn()",
+        "        self._operations.learn()\n        if latest.is_followed:\n            pass",
+        "What a loss does in a step that is not checked counts as checked from then on.",
+        programs("graph_divisor_again_late"),
+    ),
+    Fault(
         "what_was_compiled_without_hooks",
         "module/attached_hooks.py",
         "if len(self.handles) > count and any(map(_is_compiled, registry.model.modules())):",

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opacus_memprof.clipping.bookkeeping import Bookkeeping
 from opacus_memprof.clipping.forwards.state import PLAIN, Arrangement, is_own
-from opacus_memprof.clipping.kernels.native import is_backward_of_inputs
+from opacus_memprof.clipping.kernels.native import OperationLog, is_backward_of_inputs
 from opacus_memprof.clipping.module.calls import Outputs
 from opacus_memprof.clipping.module.read_numbers import makes_no_values, unfollowed
 from opacus_memprof.clipping.proof.batches import OUTPUT, Root, as_output, edge_of, graph_nodes, perturbed
@@ -37,6 +37,9 @@ class GraphHooks:
     must reach the model by its outputs. Where the graph from the outputs to the loss has a pattern that no checked step
     had, the loss must have no second derivatives by outputs of two samples.
 
+    What the program computes after the call without gradients is in no graph. Where its operations, or their numbers,
+    are not those of a checked step, the next steps are checked.
+
     Args:
         bookkeeping: gets the errors.
         check_next: called where only the next steps can show that a new loss does not mix samples by detached tensors.
@@ -51,6 +54,8 @@ class GraphHooks:
         self._sequences: set[int] = set()  # those of whole graphs that have these patterns
         self._new: set[int] = set()  # those of this step
         self._tried = 0
+        self._operations = OperationLog()  # from a call to the next one, or to backward
+        self._is_recording = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_graphs": [], "_inner": [], "_known": set(), "_sequences": set(), "_new": set()}
@@ -58,6 +63,26 @@ class GraphHooks:
     def begin_call(self) -> None:
         """Called before a forward. Nodes of autograd's graph are numbered in the order in which they are made."""
         self._begin = torch._C._autograd._get_sequence_nr()
+
+    def begin_record(self) -> None:
+        """Called when the program goes on after a call: records its operations, if it will compute a loss."""
+        if self._graphs and self._graphs[-1].is_followed is not None:
+            self._is_recording = True
+            self._operations.begin(False)
+
+    def end_record(self) -> None:
+        """Called before what the program does not compute itself: a call, a backward, a step."""
+        if not self._is_recording:
+            return
+        self._is_recording = False
+        is_new = self._operations.end(True)
+        latest = self._graphs[-1] if self._graphs else None
+        if latest is None or latest.batch < 2:
+            return
+        if latest.is_followed:
+            self._operations.learn()
+        elif is_new:
+            self.check_next()
 
     def end_call(self, outputs: Outputs, batch: int, is_followed: bool | None) -> None:
         """Called when a call of the program is over.
@@ -101,8 +126,14 @@ class GraphHooks:
         self._known |= self._new
         self.clear()
 
+    def forget(self) -> None:
+        """Called when a step is refused, or was a trial: its operations are not known."""
+        self.clear()
+        self._operations = OperationLog()
+
     def clear(self) -> None:
         """Forgets all calls, whose backward is over or does not count."""
+        self.end_record()
         self._graphs.clear()
         self._inner.clear()
         self._new.clear()
@@ -423,9 +454,16 @@ def _begin_backward(roots: Sequence[Root], gradients: Any, inputs: Any, *, accum
     """Called before each backward of the program. Returns handles of hooks, which are removed after it."""
     if torch._C._current_graph_task_id() != -1:
         return []
+    end_records()
     if accumulates and not inputs:
         _check_losses(roots, gradients)
     return [each for owner in _watching for each in owner.begin_backward(roots, gradients)]
+
+
+def end_records() -> None:
+    """Ends what is recorded of the program, whichever model it has called last."""
+    for owner in list(_watching):
+        owner.end_record()
 
 
 def _check_losses(losses: Sequence[Any], given: Sequence[torch.Tensor | None]) -> None:

@@ -49,7 +49,7 @@ from opacus_memprof.clipping.module.calls import (
     open_objects,
     without_samples,
 )
-from opacus_memprof.clipping.module.graph_hooks import GraphHooks, InnerOutput
+from opacus_memprof.clipping.module.graph_hooks import GraphHooks, InnerOutput, end_records
 from opacus_memprof.clipping.module.other_samples import OtherSamples
 from opacus_memprof.clipping.module.read_numbers import unfollowed
 from opacus_memprof.clipping.proof.batches import (
@@ -199,7 +199,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         try:
             self._explained.check(self.trained)
         except MemprofError:
-            self._graph_hooks.clear()
+            self._graph_hooks.forget()
             self.situations.known.clear()  # otherwise the same program's next step would not be compared
             raise
         self._graph_hooks.end_step()
@@ -209,6 +209,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
 
         Other models' losses may depend on what it makes of the parameters, too.
         """
+        end_records()
         self._parts.pause_all()
 
     def end_step(self) -> None:
@@ -219,7 +220,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         """Forgets the calls since the last step, which is refused or was a trial. Steps count from 1 again."""
         self._parts.forget()
         self._explained.clear()
-        self._graph_hooks.clear()
+        self._graph_hooks.forget()
 
     def take_random_states(self) -> dict[torch.Generator, torch.Tensor]:
         """Returns the states of torch's generators at the first forward since the last call of this method."""
@@ -329,6 +330,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         is_off |= self._proofs.is_frozen() or (module is not self.registry.model and has_parameters_alone(args, kwargs))
         if not (is_off or is_plain_call(args, kwargs)):
             open_objects((args, kwargs))
+        end_records()
         self._call = Call(module, args, kwargs, is_off)
         self._parts.begin_call(is_off)
         if is_off:
@@ -461,6 +463,7 @@ class FlashClipHooks(AbstractGradSampleHooks):  # type: ignore[misc]
                 outputs = [(x, where) for x, where in zip(tensors, places, strict=False) if x.requires_grad]
                 self._graph_hooks.end_call(outputs, self.layer_hooks.batch, call.is_followed)
             self._parts.end_call(call, last, self.layer_hooks.batch, self.registry.model)
+            self._graph_hooks.begin_record()
 
     def _end_call(self, call: Call, output: Any) -> Any:
         if output is None or not self.hooks_enabled:

@@ -4,7 +4,7 @@
 Hooks on a graph, terms of the loss and other losses, and dispatch modes that a program leaves on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -175,6 +175,40 @@ def _with_loss(
         train(loss(out, b) if s.calls >= begins else first(out, b))
 
     return body
+
+
+def _spread(out: torch.Tensor) -> torch.Tensor:
+    return out.detach().std()
+
+
+def _with_divisor(divisor: Callable[[torch.Tensor], Any], begins: int) -> Body:
+    """A loss whose divisor is computed in each step, and is used from one step on: its graph is always the same."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        out = m(b["x"])[0]
+        s.calls = getattr(s, "calls", 0) + 1
+        found = divisor(out)
+        train(_entropy(out, b) / (found if s.calls >= begins else 1 + 0 * found))
+
+    return body
+
+
+def _with_spread_in(steps: Collection[int]) -> Body:
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        out = m(b["x"])[0]
+        s.calls = getattr(s, "calls", 0) + 1
+        train(_entropy(out, b) / (_spread(out) if s.calls in steps else torch.ones(())))
+
+    return body
+
+
+def _annealed(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """A weight that is another one in each step, and an accuracy that is computed now and then."""
+    out = m(b["x"])[0]
+    s.calls = getattr(s, "calls", 0) + 1
+    if s.calls % 5 == 1:
+        s.best = out.argmax(1).eq(b["y"]).double().mean()
+    train(_entropy(out, b) + 0.01 * s.calls * out.square().sum(1))
 
 
 def _with_lengths(m: Any, b: Batch, train: Train, s: Any) -> None:
@@ -474,6 +508,16 @@ PROGRAMS = [
         _NO_SUM,
         True,
     ),
+    *(  # steps 10 to 15 are checked only if something is new
+        loop_program(f"graph_divisor_{name}_late", body, _Features, _NO_SUM, True, steps)
+        for name, steps, body in (
+            ("operation", 11, _with_spread_in((10, 11))),
+            ("again", 14, _with_spread_in((10, 13, 14))),
+            ("number", 11, _with_divisor(lambda out: float(_spread(out)), 10)),
+            ("of_own_function", 11, _with_divisor(lambda out: float(_spread(out)) ** 3 / 7, 10)),
+        )
+    ),
+    loop_program("graph_annealed", _annealed, _Features, "", steps=12),
     _program("loss_of_lengths", _with_lengths, _Features, ""),
     _program("loss_once_late", _with_loss(_once, 7), _Features, "its second derivatives, by which"),
     _program("loss_once", _with_loss(_once, 1), _Features, ""),
