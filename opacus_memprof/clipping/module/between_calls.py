@@ -160,10 +160,11 @@ class Parts:
 
         The parameters of this model have none, although they may have as many rows.
         """
-        tensors = [] if output is None else tensors_in(output)
+        models = self._of_models if not call.is_off else []
+        tensors = tensors_in(output) if models and output is not None else []
         places = call.situation.arrangements if call.situation is not None else arrangements_by_shape(tensors, batch)
         with unfollowed():
-            for mode in self._of_models if not call.is_off else ():
+            for mode in models:
                 for parameter in model.parameters():
                     mode.values.share(parameter)
                 if mode.batch != batch:

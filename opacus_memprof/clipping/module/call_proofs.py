@@ -68,6 +68,7 @@ class CallProofs:
         self.run, self.attach = run, attach
         self.joint = JointProofs(registry.model) if registry.is_sharded else None
         self.last_situation: Situation | None = None
+        self._checked_backward = -1  # its number; -1 also where compiled autograd runs
         self.follow(registry, check)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,12 +104,17 @@ class CallProofs:
     def check_layers(self) -> None:
         """Checks that the model has the layers and parameters of its last forward, when a backward begins.
 
-        Under FSDP2, which exchanges parameters meanwhile, it does nothing.
+        Called for each output that a backward reaches, and checks once. Under FSDP2, which exchanges parameters
+        meanwhile, it does nothing.
 
         Raises:
             MemprofError: a layer or a parameter was added, removed or replaced.
         """
-        if self.joint is None and self._state.structure()[:3] != self._structure[:3]:
+        backward = torch._C._current_graph_task_id()
+        if self.joint is not None or backward == self._checked_backward != -1:
+            return
+        self._checked_backward = backward
+        if self._state.structure()[:3] != self._structure[:3]:
             raise MemprofError(
                 "a layer or a parameter of the model was added, removed or replaced between its forward and "
                 "backward(), so that it is not known whose gradient is whose: replace it before the forward or "
