@@ -24,7 +24,7 @@ PYBIND11_MODULE(_clipping, module) {
       .def(pybind11::pickle(  // a copy of a model proves its forwards itself
           [](const clipping::OperationLog&) { return pybind11::tuple(); },
           [](const pybind11::tuple&) { return std::make_unique<clipping::OperationLog>(); }))
-      .def("begin", &clipping::OperationLog::begin)
+      .def("begin", &clipping::OperationLog::begin, pybind11::arg("with_inner") = true)
       .def("end", &clipping::OperationLog::end)
       .def("learn", &clipping::OperationLog::learn);
   module.def("unfold", &clipping::unfold);

@@ -281,7 +281,7 @@ class CallProofs:
         if situation.changes_state and call.state is None:
             call.state = ModuleState(call.entry)
         call.operations = situation.operations
-        call.operations.begin(True)
+        call.operations.begin()
 
     def end_forward(self, call: Call) -> None:
         """Ends the record, also where the forward has raised an error."""

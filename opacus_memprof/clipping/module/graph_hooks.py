@@ -68,7 +68,7 @@ class GraphHooks:
         """Called when the program goes on after a call: records its operations, if it will compute a loss."""
         if self._graphs and self._graphs[-1].is_followed is not None:
             self._is_recording = True
-            self._operations.begin(False)
+            self._operations.begin(with_inner=False)
 
     def end_record(self) -> None:
         """Called before what the program does not compute itself: a call, a backward, a step."""
