@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recognizes whether a forward, or what computes a loss, has run the operations, with the numbers,
-// of those that are proved.
+// Recognizes whether a forward, or the computation of a loss, has run known operations with known
+// numbers.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -24,8 +24,8 @@ class OperationLog {
   OperationLog& operator=(const OperationLog&) = delete;
   ~OperationLog();
 
-  // Records the operations that this thread runs until `end`: all, or without those that others
-  // run, which a dispatch mode of Python's changes.
+  // Records the operations that this thread runs until `end`; without `with_inner`, only outermost
+  // ones, because a dispatch mode of Python's changes what runs inside of them.
   void begin(bool with_inner);
 
   // Ends the record. Returns whether it has unknown operations or numbers. Where forwards draw
