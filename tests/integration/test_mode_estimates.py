@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.estimated_models import MODELS
-from tests.warm_python import ENVIRONMENT
+from tests.warm_python import ENVIRONMENT, interpreter
 
 SCRIPT = Path(__file__).parent / "scripts" / "compare_estimates.py"
 MOST_BELOW, MOST_ABOVE = 0.03, 0.10
@@ -45,7 +45,7 @@ def rows(request: pytest.FixtureRequest) -> Rows:
     """
     here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     asked = {item.callspec.params.get("model", CHANGED) for item in here if hasattr(item, "callspec")}
-    command = [sys.executable, str(SCRIPT), *(model for model in MODELS if model in asked)]
+    command = [*interpreter(), str(SCRIPT), *(model for model in MODELS if model in asked)]
     completed = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=1200)
     assert completed.returncode == 0, completed.stderr[-2000:]
     found = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]

@@ -4,7 +4,6 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from opacus_memprof.analysis.components import Components
 from opacus_memprof.analysis.profile import load_profile
 from opacus_memprof.hooks.components import components_of
 from opacus_memprof.hooks.modules import named_modules
+from tests.warm_python import ENVIRONMENT, interpreter
 
 VOCABULARY, WIDTH = 100, 16
 
@@ -258,8 +258,7 @@ opacus_memprof.recording.native.write_meta()
 time.sleep(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    root = str(Path(__file__).parents[2])
-    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path / "p")], env={"PYTHONPATH": root}, timeout=300)
+    ran = subprocess.run([*interpreter(), "-c", program, str(tmp_path / "p")], env=ENVIRONMENT, timeout=300)
     assert ran.returncode == -signal.SIGKILL
     components = load_profile(tmp_path / "p")["devices"]["cpu"]["peak"]["components"]
     assert components.keys() >= {"attention", "mlp", "embedding", "norm", "head"}

@@ -5,7 +5,6 @@ import gc
 import json
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from opacus_memprof import MemprofError
 from opacus_memprof.recording import native
 from opacus_memprof.toolkit import output, readings
 from opacus_memprof.toolkit.anomalies import MONITOR
+from tests.warm_python import ENVIRONMENT, interpreter
 
 MB = 2**20
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the figures are those of the CPU")
@@ -329,10 +329,8 @@ p.record("e")
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
-        environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        run = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=directory, env=environment, timeout=120
-        )
+        command = [*interpreter(), "-c", program]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=ENVIRONMENT, timeout=120)
     assert run.returncode == 0, run.stderr
     assert readings.RESIDENT in run.stdout
     assert "None True" in run.stdout

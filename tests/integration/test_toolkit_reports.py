@@ -2,9 +2,7 @@
 """The toolkit's words and reports: they are printed whatever Opacus does to logging, and forget nothing."""
 
 import logging
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +15,8 @@ from torch import nn
 import opacus_memprof
 from opacus_memprof.toolkit import output
 from opacus_memprof.toolkit.output import LOGGER
+from tests.warm_python import ENVIRONMENT, interpreter
 
-ROOT = Path(__file__).parents[2]
 MB = 2**20
 
 
@@ -52,10 +50,8 @@ sys.argv = ["opacus-memprof", "debug", "--level", "full", "--log-dir", sys.argv[
 from opacus_memprof.cli import main
 main()
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [*interpreter(), "-c", program, str(tmp_path)]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "[INFO] memory snapshot: before training"

@@ -20,8 +20,7 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_result
 from opacus_memprof.virtual_gpu.devices import GPUS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm_python import ENVIRONMENT, interpreter
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
@@ -29,9 +28,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "opacus_memprof", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    command = [*interpreter(), "-m", "opacus_memprof", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
 
 
 @pytest.mark.slow
