@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -30,7 +32,7 @@ ENVIRONMENT = os.environ | {
 }
 # Variables that importing torch or Opacus does not read. A command that changes any other becomes a real process.
 LATE = {"COLUMNS", "HF_HUB_OFFLINE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST", "RANK", "WORLD_SIZE"}
-LATE |= {"OPACUS_MEMPROF_PYTEST_REPORTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"}
+LATE |= {"OPACUS_MEMPROF_PYTEST_REPORTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "SEQ_LEN"}
 ANOTHER_ENVIRONMENT = b"another environment"
 
 
@@ -54,6 +56,14 @@ def interpreter() -> list[str]:
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     interpreter.server = subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, pass_fds=[listener.fileno()], **streams)
     return [sys.executable, "-I", "-S", __file__, address]
+
+
+def executable(folder: Path) -> str:
+    """A file that is the command of a warm Python, for what starts `sys.executable` with ENVIRONMENT."""
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter())} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 def ask(address: str, arguments: list[str]) -> None:

@@ -20,6 +20,7 @@ from opacus_memprof.experiments.configuration import MODES, Configuration
 from opacus_memprof.jobs.pool import Processes
 from tests.integration.run_scripts import python
 from tests.unit.sweep_results import out_of_memory, typed
+from tests.warm_python import ENVIRONMENT, executable
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 256, 64, 2, 16, 4
 TINY = Configuration(seq_length=TOKENS, batch_size=BATCH, num_steps=2, warmup_steps=1, device="cpu")
@@ -69,7 +70,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Vanilla and ghost clipping, by the command."""
     directory = tmp_path_factory.mktemp("suite")
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         patch.setenv("SEQ_LEN", "7")  # an option wins over the environment
+        patch.setattr(sys, "executable", executable(tmp_path_factory.mktemp("warm")))
         arguments = ["experiments", "--experiment", "ghost", "--experiment", "vanilla", *sizes(directory)]
         assert run_command(arguments, patch) == 0
     return directory

@@ -20,15 +20,17 @@ from opacus_memprof.errors import MemprofError
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.files import read_result
 from opacus_memprof.virtual_gpu.devices import GPUS
-from tests.warm_python import ENVIRONMENT, interpreter
+from tests.warm_python import ENVIRONMENT, executable, interpreter
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is None, reason="needs a torch with CUDA for Linux"
 )
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*interpreter(), "-m", "opacus_memprof", *map(str, arguments)]
+def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, whose trainings are warm, too: by a file in this folder."""
+    code = f"import sys; sys.executable = {executable(folder)!r}; from opacus_memprof.cli import main; main()"
+    command = [*interpreter(), "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
 
 
@@ -39,7 +41,7 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
     sizes = ["--seq-lengths", "16", "--batch-sizes", "1024", "--max-physical-batch-sizes", "64", "1024"]
     asked = ["sweep", *shape, *sizes, "--virtual-gpu", "t4", "--virtual-memory", "400MiB"]
     asked += ["--num-steps", "1"]
-    swept = run(*asked, "--results-dir", tmp_path)
+    swept = run(tmp_path.parent, *asked, "--results-dir", tmp_path)
     assert swept.returncode == 0, swept.stderr
     assert "Device: virtual Tesla T4" in swept.stdout
     small, large = (
@@ -65,7 +67,7 @@ def test_a_grid_without_a_gpu(tmp_path: Path) -> None:
         assert [row["virtual_gpu"] for row in csv.DictReader(file)] == ["t4", "t4"]
     assert json.loads((tmp_path / "manifest.json").read_text())["shared"]["virtual_gpu"] == "t4"
 
-    real = run(*[*asked[:-6], *asked[-2:]], "--device", "cpu", "--results-dir", tmp_path, "--resume")
+    real = run(tmp_path.parent, *[*asked[:-6], *asked[-2:]], "--device", "cpu", "--results-dir", tmp_path, "--resume")
     assert real.returncode == 2
     assert "cannot be compared, so choose another --results-dir" in real.stderr
 
