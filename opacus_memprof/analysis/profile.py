@@ -32,7 +32,16 @@ from opacus_memprof.profiles.json_object import read_json_object, to_json
 from opacus_memprof.profiles.layer_shapes import Program, TrainingShapes
 from opacus_memprof.profiles.live_memory import LivePeak, Snapshot
 from opacus_memprof.profiles.oom_report import OomReport
-from opacus_memprof.profiles.profile import EventCounts, EventGap, Meta, Profile, Timeline, VirtualGpus, read_meta
+from opacus_memprof.profiles.profile import (
+    EventCounts,
+    EventGap,
+    Finding,
+    Meta,
+    Profile,
+    Timeline,
+    VirtualGpus,
+    read_meta,
+)
 
 TIMELINE_POINTS = 2000  # maximum number of rows of a timeline in profile.json
 
@@ -131,6 +140,26 @@ def build_profile(
         ),
         warnings=list(dict.fromkeys(messages)),
     )
+
+
+def find_again(
+    directory: str | os.PathLike[str], profile: Profile, observations: Sequence[Mapping[str, Any]], program: Program
+) -> list[Finding]:
+    """Returns the findings of a profile that `build_profile` has built, with sentences in the current unit.
+
+    Args:
+        directory: the profile directory.
+        profile: its profile.
+        observations: see `build_profile`.
+        program: the names that the program has for its model, optimizer and loader.
+
+    Raises:
+        MemprofError: events.bin or meta.json cannot be read.
+    """
+    replayed = _replay(Path(directory), 1)
+    names = Names(read_meta(Path(directory) / META).names, replayed)
+    by_name = {names.device(device["id"]): device for device in replayed["devices"]}
+    return find(Run(profile.devices, by_name, observations, names, failed=profile.status == "failed", program=program))
 
 
 def build_profile_from_counters(

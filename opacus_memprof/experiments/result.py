@@ -35,7 +35,7 @@ from opacus_memprof.profiles.experiment_result import (
 )
 from opacus_memprof.profiles.files import read_object
 from opacus_memprof.profiles.profile import PROOF, PROOF_OP, Device, DeviceSnapshot, Profile, Timeline
-from opacus_memprof.profiles.units import format_count
+from opacus_memprof.profiles.units import format_count, megabytes
 from opacus_memprof.session import outcome
 from opacus_memprof.versions import VERSION, installed_version
 
@@ -149,7 +149,8 @@ def result_from_events(
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     own = profile_directory / "rank_0" if configuration.nproc > 1 else profile_directory
     try:
-        profile = load_profile(own)
+        with megabytes():
+            profile = load_profile(own)
     except MemprofError:
         profile = None
     result = build_result(configuration, ProgressLog(stage=last_line), profile, profile_directory, None, own)

@@ -237,11 +237,12 @@ def _breakdown(row: Row, vanilla: Row | None) -> list[str]:
         lines.append(f"  {_heading(category):<44}{size / MB:>16.2f} MB{mark}")
     if more:
         lines.append(f"  {set_cell_size(tr('All, against vanilla'), 44)}{sum(more.values()) / MB:>+16.2f} MB")
-    if not row.finished:
-        lines.append(f"  {tr(row.outcome)}: {tr_sentence(row.result.error or '', least_words=2)}")
     if failed := row.failed_allocation:
+        lines.append(f"  {tr(row.outcome)}")  # torch's own sentence has these figures in other units
         lines.append(f"  {set_cell_size(tr('In use when memory ran out'), 44)}{failed.live_bytes / MB:>16.2f} MB")
         lines.append(f"  {set_cell_size(tr('Wanted beyond that'), 44)}{row.refused_bytes / MB:>16.2f} MB")
+    elif not row.finished:
+        lines.append(f"  {tr(row.outcome)}: {tr_sentence(row.result.error or '', least_words=2)}")
     return lines or ["  " + tr("nothing was recorded")]
 
 
@@ -266,7 +267,6 @@ def _environment_lines(rows: Sequence[Row]) -> list[str]:
         *lines,
         tr("{sentences}.", sentences=tr_sentence(MEGABYTE_NOTE)),
         tr("Each breakdown is that of one instant, the run's own peak."),
-        tr("Sentences of findings name their own units."),
         tr("Components and stages leave out rounding: the bytes that the allocator adds to each request."),
     ]
 

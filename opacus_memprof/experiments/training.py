@@ -53,6 +53,8 @@ def train(configuration: Configuration, profile_directory: Path) -> ExperimentRe
             if not isinstance(failure, MemprofError):
                 traceback.print_exc()
         profile = session.close(*outcome(error), one_line(error))
+        with megabytes():
+            profile.findings = session.findings()
     except MemprofError as failure:  # the session could not begin, or could not be written
         error = error or failure
     return build_result(configuration, progress, profile, profile_directory, error, own)

@@ -68,7 +68,7 @@ _DPI = 150
 _LEGEND_ROWS = 24
 _LETTER = 0.13  # inches of a phase's letter
 _LABEL_LENGTH = 28  # characters of a name
-_NAME = "name"  # the group of texts that stay as they are
+NAME = "name"  # the group of texts that stay as they are
 # matplotlib knows the file of Noto Sans CJK by its first font, which has Chinese characters as well.
 _CJK_FONTS = (
     "Noto Sans CJK SC",
@@ -109,6 +109,12 @@ def category_color(category: str) -> str:
     A category of the program's own has the same colour in every report; two of them may share one.
     """
     return CATEGORY_COLORS.get(category) or _OWN_COLORS[zlib.crc32(category.encode()) % len(_OWN_COLORS)]
+
+
+def mixed(one: str, other: str, share: float) -> str:
+    """Returns the colour that is `share` of the way from one `#rrggbb` to the other."""
+    parts = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(low + share * (high - low)):02x}" for low, high in parts)
 
 
 @contextlib.contextmanager
@@ -157,7 +163,7 @@ def _translate(figure: "Figure") -> None:
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
-        if isinstance(text, Text) and text.get_gid() != _NAME:
+        if isinstance(text, Text) and text.get_gid() != NAME:
             text.set_text("\n".join(map(translated, text.get_text().split("\n"))))
 
 
@@ -334,9 +340,10 @@ def stacked_bars(
 
 
 def label_bars(axes: "Axes", names: Sequence[str]) -> None:
-    """Labels horizontal bars at 0, 1 …, from top to bottom. Up to three bars are equally thick."""
+    """Labels horizontal bars at 0, 1 …, from top to bottom. Up to three bars are equally thick, in the middle."""
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(max(len(names), 3) - 0.5, -0.5)
+    beside = max(3 - len(names), 0) / 2 + 0.5
+    axes.set_ylim(len(names) - 1 + beside, -beside)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
 
@@ -425,7 +432,7 @@ def legend(figure: "Figure | SubFigure", *axes: "Axes") -> None:
 def name_parts(texts: "Iterable[Text]") -> None:
     """Marks texts as names, such as categories, which are the same in every language. Marks and lines have words."""
     for text in texts:
-        text.set_gid(_NAME)
+        text.set_gid(NAME)
 
 
 def category_label(category: str) -> str:

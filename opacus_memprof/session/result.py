@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from opacus_memprof import virtual_gpu
-from opacus_memprof.analysis.profile import build_profile, build_profile_from_counters, write_profile
+from opacus_memprof.analysis.profile import build_profile, build_profile_from_counters, find_again, write_profile
 from opacus_memprof.profiles.launch import Launch
 from opacus_memprof.profiles.live_memory import LivePeak
-from opacus_memprof.profiles.profile import Profile, Sizes
+from opacus_memprof.profiles.profile import Finding, Profile, Sizes
 from opacus_memprof.recording import faults, live, native, observations
 from opacus_memprof.recording.faults import contain
 from opacus_memprof.session.out_of_memory import is_out_of_memory
@@ -78,6 +78,13 @@ class Result:
         write_profile(profile, self._directory)
         self.profile = profile
         return profile
+
+    def findings(self) -> list[Finding]:
+        """Returns the findings of the written profile, with sentences in the current unit."""
+        if self.profile is None or not self.profile.findings:
+            return []
+        program = observations.layer_shapes().program
+        return find_again(self._directory, self.profile, self._observations, program)
 
     def write_from_counters(self, status: str, exit_code: int, error: str | None) -> Profile:
         """Builds the profile from the live counters only and writes profile.json, after `write` has failed.

@@ -26,7 +26,7 @@ from opacus_memprof.profiles.job_summary import JobSummary
 from opacus_memprof.profiles.json_object import to_json
 from opacus_memprof.profiles.live_memory import Snapshot
 from opacus_memprof.profiles.privacy_check import write_privacy_checks
-from opacus_memprof.profiles.profile import Peak, Profile
+from opacus_memprof.profiles.profile import Finding, Peak, Profile
 from opacus_memprof.recording import allocators, faults, live, native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import contain
@@ -203,6 +203,13 @@ class Session:
                     self._forensics.print()
             with contain("merging the ranks' profiles"):
                 self._finish_job()
+
+    def findings(self) -> list[Finding]:
+        """Returns the findings of the closed session, with sentences in the current unit (profiles.units.megabytes)."""
+        assert self._result is not None  # of a session that was started
+        with contain("writing the findings in another unit"):
+            return self._result.findings()
+        return self.result.findings
 
     def discard(self) -> None:
         """Stops recording and undoes all changes, as `close` does, but writes no profile.json."""

@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from opacus_memprof import reports
 from opacus_memprof.experiments.configuration import grid
 from opacus_memprof.experiments.directory import DETAILED_SWEEP, SINGLE_GPU
 from opacus_memprof.experiments.figures import FIGURES, draw_figure, overview
-from opacus_memprof.experiments.figures.overview import COMPONENT_COLORS, TYPE_COLORS, rows_by_sizes
+from opacus_memprof.experiments.figures.overview import TYPE_COLORS, rows_by_sizes
 from opacus_memprof.experiments.rows import MEMORY_TYPES, lines_over, varied_sizes
 from opacus_memprof.language import in_language
 from opacus_memprof.profiles.categories import REPORTED
 from opacus_memprof.profiles.profile import PhasePeak
+from opacus_memprof.reports.figures import CATEGORY_COLORS, THEMES, category_color, category_label
 from tests.unit.sweep_results import BASE, GIB, a_row, failed, finished, out_of_memory, with_fields
 
 CELLS, _ = grid(BASE, [16, 32], [8], [1, 2, 4], [0, 8])
@@ -70,10 +75,35 @@ def test_components_kinds_and_operations() -> None:
     assert TYPE_COLORS.keys() == MEMORY_TYPES.keys()
 
 
-def test_every_component_has_a_colour() -> None:
-    from opacus_memprof.analysis.components import BLOCK, OTHER, RULES
+def test_a_colour_has_one_meaning_in_every_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars and areas have colours of categories, or of kinds of memory, each that of one of its categories."""
+    drawn: list[tuple[str, str]] = []
 
-    assert COMPONENT_COLORS.keys() == {*RULES.values(), BLOCK, OTHER}
+    def keep_colours(figure: Any, path: Path, **options: Any) -> None:
+        path.touch()
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                if not isinstance(handle, Line2D):
+                    patch = handle.patches[0] if isinstance(handle, BarContainer) else handle
+                    drawn.append((label, to_hex(np.atleast_2d(patch.get_facecolor())[0])))
+            drawn.extend(("line", to_hex(line.get_color())) for line in axes.lines)
+
+    monkeypatch.setattr(Figure, "savefig", keep_colours)
+    meanings = {category_label(name): {color} for name, color in CATEGORY_COLORS.items()}
+    for kind, color in TYPE_COLORS.items():
+        own = MEMORY_TYPES[kind] or ("unattributed",)
+        assert color in {category_color(category) for category in own}
+        meanings.setdefault(kind, set()).add(color)
+    for name in FIGURES:
+        draw_figure(name, ROWS, tmp_path)
+    assert {label for label, _ in drawn} >= {"model parameters", "parameters", "activation hooks", "line"}
+    marks = {color for theme in THEMES.values() for color in (theme.accent,)}
+    for label, color in set(drawn):
+        if label == "line":
+            red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+            assert color in marks or max(red, green, blue) - min(red, green, blue) < 24  # a grey
+        else:
+            assert color in meanings[label]
 
 
 def test_all_pictures_are_there(tmp_path: Path) -> None:
@@ -207,5 +237,5 @@ def test_a_run_that_failed_before_anything_was_recorded_says_so(
     original = overview.saved_figure
     monkeypatch.setattr(overview, "saved_figure", kept)
     overview.detailed_analysis(ROWS, tmp_path / "a.png", "light")
-    assert shown.count("nothing was recorded") == 2  # in both panels
+    assert shown.count("nothing was recorded") == 1
     assert "0 B" not in shown

@@ -197,8 +197,8 @@ def performance_tradeoff(rows: Sequence[Row], path: Path, theme: str) -> None:
         axes.grid(axis="both", visible=True)
         times = [row.step_ms or 0.0 for row in measured]
         totals = [row.total_bytes for row in measured]
-        colors = [palette.muted if row is vanilla else category_color("activation_hooks") for row in measured]
-        axes.scatter(times, totals, s=60, c=colors, zorder=3)
+        colors = [palette.background if row is vanilla else palette.text for row in measured]  # hues are for categories
+        axes.scatter(times, totals, s=60, c=colors, edgecolors=palette.text, linewidths=1.5, zorder=3)
         axes.set_xlim(0, max(times) * 1.25)
         axes.set_ylim(0, max(totals) * 1.15)
         byte_axis(axes.yaxis, max(totals))

@@ -5,6 +5,7 @@ The files are memory_analysis_overview.png, memory_heatmap.png, detailed_memory_
 operation_level_breakdown.png.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from opacus_memprof.experiments.configuration import Configuration
 from opacus_memprof.experiments.figures.bars import explain_labels, headline, height, labels, peaks
 from opacus_memprof.experiments.rows import OPERATIONS, Line, Row, lines_over, memory_types, size_of, varied_sizes
-from opacus_memprof.profiles.units import format_bytes
+from opacus_memprof.profiles.units import format_bytes, shorten_name
 from opacus_memprof.reports.figures import (
+    NAME,
     THEMES,
     Theme,
     byte_axis,
     category_color,
     category_label,
     legend,
+    mixed,
     name_parts,
     saved_figure,
     stacked_bars,
@@ -37,21 +40,10 @@ _TITLES = {
 }
 _TREND = 3.1  # inches, and for each line of its legends
 _LEGEND_LINE = 0.19
+_COLUMN = 1.15  # inches of a component
+_NAME_LENGTH = 12  # characters of its name
 _MARKERS = "osD^vPX*<>"
 _STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
-# Okabe and Ito's colours, which people with colour vision deficiencies can distinguish, and three more.
-COMPONENT_COLORS = {
-    "embedding": "#0072b2",
-    "attention": "#e69f00",
-    "mlp": "#009e73",
-    "norm": "#cc79a7",
-    "lora": "#d55e00",
-    "head": "#56b4e9",
-    "conv": "#f0e442",
-    "recurrent": "#8c6d31",
-    "block": "#7b6fd0",
-    "other": "#8e8d96",
-}
 # For each kind of memory, the colour of its most common category.
 TYPE_COLORS = {
     "parameters": category_color("model_parameters"),
@@ -91,7 +83,7 @@ def analysis_overview(rows: Sequence[Row], path: Path, theme: str) -> None:
 def _trend(axes: "Axes", size: str, lines: Sequence[Line], others: Mapping[str, Sequence[int]], theme: Theme) -> None:
     """Draws the memory over one size of the grid, such as the batch size: a line for each choice of the others.
 
-    Colours tell the values of the size that has most of them, markers those of the next one, dashes those of the last.
+    Shades tell the values of the size that has most of them, markers those of the next one, dashes those of the last.
     """
     ordered = sorted(others, key=lambda other: -len(others[other]))
     styles = {other: _line_styles(kind, others[other], theme) for other, kind in zip(ordered, _KINDS, strict=False)}
@@ -120,12 +112,9 @@ _KINDS = ("color", "marker", "linestyle")
 
 def _line_styles(kind: str, values: Sequence[int], theme: Theme) -> dict[int, dict[str, Any]]:
     """Returns the styles of lines by a size's value."""
-    if kind == "color":
-        from matplotlib import colormaps
-
-        ends = (0.15, 0.85) if theme.background == THEMES["light"].background else (0.35, 1.0)
-        shades = [ends[0] + (ends[1] - ends[0]) * index / max(len(values) - 1, 1) for index in range(len(values))]
-        return {value: {"color": colormaps["viridis"](shade)} for value, shade in zip(values, shades, strict=True)}
+    if kind == "color":  # greys, because hues are for categories
+        shades = [0.35 + 0.65 * index / max(len(values) - 1, 1) for index in range(len(values))]
+        return {value: {"color": mixed(theme.grid, theme.text, s)} for value, s in zip(values, shades, strict=True)}
     choices = _MARKERS if kind == "marker" else _STYLES
     return {value: {kind: choices[index % len(choices)]} for index, value in enumerate(values)}
 
@@ -133,7 +122,7 @@ def _line_styles(kind: str, values: Sequence[int], theme: Theme) -> dict[int, di
 def _draw_legend(
     axes: "Axes", styles: Mapping[str, Mapping[int, dict[str, Any]]], theme: Theme, *, failed: bool
 ) -> None:
-    """Draws a legend below the panel: the meanings of colours, markers and dashes."""
+    """Draws a legend below the panel: the meanings of shades, markers and dashes."""
     from matplotlib.lines import Line2D
 
     entries: list[Line2D] = []
@@ -221,32 +210,45 @@ def _label_axes(axes: "Axes", physical: Sequence[int], lengths: Sequence[int]) -
 
 
 def detailed_analysis(rows: Sequence[Row], path: Path, theme: str) -> None:
-    """Draws the peaks by component and by type of memory, and the components of the largest peak by category."""
+    """Draws the peaks by type of memory and by component, and the components of the largest peak.
+
+    Components have a panel each, and the colours of categories: so a colour has one meaning.
+    """
     largest = max(rows, key=lambda row: row.total_bytes)
     components = sorted(largest.components.items(), key=lambda item: -sum(item[1].values()))
-    by_component = [{name: sum(sizes.values()) for name, sizes in row.components.items()} for row in rows]
+    totals = Counter[str]()
+    for row in rows:
+        totals.update({name: sum(sizes.values()) for name, sizes in row.components.items()})
+    names = [name for name, size in totals.most_common() if size]
     by_type = [memory_types(row.peak) if row.peak else {} for row in rows]
     upper, lower = height(rows) + 0.5, max(1.3 + 0.3 * len(components), height([largest]))
-    with saved_figure(path, theme, (13, upper + lower)) as figure:
-        headline(figure, rows)
+    with saved_figure(path, theme, (8 + _COLUMN * len(names), upper + lower)) as figure:
+        headline(figure, rows, "Memory at the peak without rounding, by kind and by component")
         explain_labels(figure, rows)
         top, bottom = figure.subfigures(2, 1, height_ratios=(upper, lower), squeeze=False).flat
-        left, right = top.subplots(1, 2, sharey=True)
-        names = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
-        for axes, title, parts, colors in (
-            (left, "Memory at the peak without rounding, by component", by_component, COMPONENT_COLORS),
-            (right, "By kind of memory", by_type, TYPE_COLORS),
-        ):
-            texts = [format_bytes(sum(sizes.values())) if sizes else "nothing was recorded" for sizes in parts]
-            stacked_bars(axes, names, parts, colors=colors, texts=texts)
-            axes.set_title(title)
-            if axes.patches:
-                drawn = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
-                name_parts(drawn.get_texts())
+        widths = (4, *[_COLUMN] * len(names))
+        axes, *panels = top.subplots(1, len(widths), sharey=True, width_ratios=widths, squeeze=False)[0]
+        bars = [name + _outcome(row) for name, row in zip(labels(rows), rows, strict=True)]
+        highest = max((sum(sizes.values()) for row in rows for sizes in row.components.values()), default=1)
+        for panel, name in zip(panels, names, strict=True):
+            parts = [row.components.get(name, {}) for row in rows]
+            texts = [format_bytes(sum(sizes.values())).removesuffix(" MB") if sizes else "" for sizes in parts]
+            stacked_bars(panel, bars, parts, texts=texts)
+            panel.set_title(shorten_name(name, _NAME_LENGTH), fontsize=9, gid=NAME)
+            panel.set_xlim(0, 2.4 * max(highest, 1))  # one scale for all, and room for the texts
+            panel.set_xlabel("MB")
+            panel.set_xticks([])
+            panel.tick_params(axis="y", length=0, labelleft=False)
+        texts = [format_bytes(sum(sizes.values())) if sizes else "nothing was recorded" for sizes in by_type]
+        stacked_bars(axes, bars, by_type, colors=TYPE_COLORS, texts=texts)
+        axes.set_title("By kind of memory")
+        if axes.patches:
+            drawn = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5 / upper), ncols=4)
+            name_parts(drawn.get_texts())
+        legend(top, *panels)
         axes = bottom.subplots()
         stacked_bars(axes, [name for name, _ in components], [sizes for _, sizes in components])
         axes.set_title(f"Components of the largest peak ({largest.short_label}), by category")
-        legend(bottom, axes)
 
 
 def operation_breakdown(rows: Sequence[Row], path: Path, theme: str) -> None:
