@@ -18,7 +18,6 @@ from opacus_memprof import cli
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
 from opacus_memprof.jobs.pool import Processes
-from opacus_memprof.profiles.units import parse_size
 from tests.integration.run_scripts import python
 from tests.unit.sweep_results import out_of_memory, typed
 from tests.warm_python import ENVIRONMENT, executable
@@ -127,20 +126,6 @@ def test_the_figures_are_the_profile_s_and_the_formulas_(suite: Path, mode: str)
     loaded = result["snapshots"][0]
     assert loaded["categories"]["model_parameters"] == 4 * PARAMETERS
     assert loaded["allocated_mb"] * MB == loaded["allocated_bytes"]
-
-
-def test_findings_count_in_the_unit_of_the_result(tmp_path: Path) -> None:
-    """Sentence by sentence the sizes of the profile's findings, which have the unit that suits each."""
-    result = training.train(replace(TINY, mode="hooks", seq_length=64), tmp_path / "profile")
-    profile = read(tmp_path / "profile" / "profile.json")
-    assert [finding.kind for finding in result.findings] == [finding["kind"] for finding in profile["findings"]] != []
-    size = re.compile(r"([\d.]+) ([KMG]iB|MB)\b")
-    for finding, written in zip(result.findings, profile["findings"], strict=True):
-        assert size.split(finding.evidence)[::3] == size.split(written["evidence"])[::3]
-        found, sizes = size.findall(finding.evidence), size.findall(written["evidence"])
-        assert {unit for _, unit in found} == {"MB"}
-        for (value, _), (other, unit) in zip(found, sizes, strict=True):
-            assert float(value) * MB == pytest.approx(parse_size(f"{other} {unit}"), abs=0.011 * MB)
 
 
 def test_the_tax_is_the_difference_of_the_peaks(suite: Path) -> None:
