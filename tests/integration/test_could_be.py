@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +29,48 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "name", ["autoencoder", "generator", "gru_of_characters", "late_zero_grad", "layer_without_rule", "loss_inside"]
 )
-def test_flash_clip_takes_what_is_predicted(name: str, tmp_path: Path) -> None:
+def test_flash_clip_takes_what_is_predicted(name: str) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
-    (found,) = (each for each in _improvements(script, tmp_path) if each["title"] == FLASH_CLIP)
+    (found,) = (each for each in _improvements(script) if each["title"] == FLASH_CLIP)
     changed, _ = follow(script, {"actions": [{"kind": "grad_sample_mode"}], "code": found["code"]})
-    _expect(found, changed, tmp_path)
+    _expect(found, changed)
 
 
-def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed(tmp_path: Path) -> None:
+def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed() -> None:
     script = (SCRIPTS / "clients.py").read_text()
-    improvements = {each["title"]: each for each in _improvements(script, tmp_path)}
+    improvements = {each["title"]: each for each in _improvements(script)}
     (freeing,) = (each for title, each in improvements.items() if " equal models of " in title)
     assert improvements[FLASH_CLIP]["predicted_peak_bytes"] < freeing["predicted_peak_bytes"] / 2
     place = "        local = copy.deepcopy(server)\n"
     assert place in script
     freed = f"        local = opt = loader = None\n        gc.collect()\n{place}"
-    _expect(freeing, f"import gc\n{script.replace(place, freed)}", tmp_path)
+    _expect(freeing, f"import gc\n{script.replace(place, freed)}")
 
 
-def test_advice_that_is_followed_is_right_and_is_not_given_again(tmp_path: Path) -> None:
+def test_advice_that_is_followed_is_right_and_is_not_given_again() -> None:
     script = (SCRIPTS / "trainer.py").read_text()
-    improvements = {each["title"]: each for each in _improvements(script, tmp_path)}
+    improvements = {each["title"]: each for each in _improvements(script)}
     assert improvements['grad_sample_mode="ghost"']["code"].startswith(
         "self.net, self.adam, criterion, self.batches = "
     )
     adopting = improvements["per-sample gradients without a copy of each"]
     changed, _ = follow(script, {"actions": [{"kind": "adopt_grad_samples"}], "code": adopting["code"]})
-    _expect(adopting, changed, tmp_path)
-    assert adopting["title"] not in {each["title"] for each in _improvements(changed, tmp_path)}
+    _expect(adopting, changed)
+    assert adopting["title"] not in {each["title"] for each in _improvements(changed)}
 
 
-def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations(tmp_path: Path) -> None:
+def test_steps_after_an_evaluation_without_graphs_have_none_of_its_activations() -> None:
     script = (SCRIPTS / "evaluation.py").read_text()
-    first = _improvements(script, tmp_path)[0]
+    first = _improvements(script)[0]
     assert "torch.no_grad()" in first["title"]
     head, loop, body = script.partition("    for x, y in tests:\n")
     indented = "".join(f"    {line}\n" for line in body.splitlines())
-    _expect(first, f"{head}    with torch.no_grad():\n    {loop}{indented}", tmp_path, above=0.13)
+    _expect(first, f"{head}    with torch.no_grad():\n    {loop}{indented}", above=0.13)
 
 
 def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Path) -> None:
     script = (SCRIPTS / "graph_attention.py").read_text()
-    device = _device_of(script, tmp_path)
+    device = _device_of(script)
     actual = device["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 7 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
@@ -81,13 +83,13 @@ def test_a_graph_network_needs_what_is_predicted_where_it_runs_out(tmp_path: Pat
 
 def test_checkpoints_of_the_program_are_known_where_it_runs_out(tmp_path: Path) -> None:
     script = (SCRIPTS / "checkpointed.py").read_text()
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(script)["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 6 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     suggestions = {each["title"]: each for each in report["suggestions"]}
     assert not any("checkpoint" in title for title in suggestions)
     changed, _ = follow(script, suggestions[FLASH_CLIP])
-    _expect(suggestions[FLASH_CLIP], changed, tmp_path)
+    _expect(suggestions[FLASH_CLIP], changed)
 
 
 def test_checkpoints_recompute_frozen_layers_behind_adapters(tmp_path: Path) -> None:
@@ -95,7 +97,7 @@ def test_checkpoints_recompute_frozen_layers_behind_adapters(tmp_path: Path) -> 
     report = _oom_report(script, 350 << 20, tmp_path)
     (found,) = (each for each in report["suggestions"] if [a["kind"] for a in each["actions"]] == ["checkpoint"])
     changed, _ = follow(script, found)
-    _expect(found, changed, tmp_path)
+    _expect(found, changed)
 
 
 def test_a_smaller_batch_of_expanded_weights_takes_what_is_predicted(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_smaller_batch_of_expanded_weights_takes_what_is_predicted(tmp_path: P
     )
     assert found["actions"][0]["value"] < 32
     changed, _ = follow(script, found)
-    _expect(found, changed, tmp_path)
+    _expect(found, changed)
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
@@ -116,7 +118,7 @@ def test_gradients_that_accumulate_are_live_in_later_backward_passes(accumulates
     assert place in script
     if not accumulates:
         script = script.replace(place, "    optimizer.step()\n    optimizer.zero_grad()\n")
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(script)["peak"]["requested_bytes"]
     report = _oom_report(script, actual // 2, tmp_path)
     assert report["request"]["step"] == 0
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
@@ -125,24 +127,24 @@ def test_gradients_that_accumulate_are_live_in_later_backward_passes(accumulates
 
 def test_the_model_is_followed_where_the_program_drops_the_wrapper(tmp_path: Path) -> None:
     script = (SCRIPTS / "dropped_wrapper.py").read_text()
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(script)["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 7 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     first = report["suggestions"][0]
     assert first["title"] == FLASH_CLIP
     changed, _ = follow(script, first)
-    _expect(first, changed, tmp_path)
+    _expect(first, changed)
 
 
 @pytest.mark.parametrize("name", ["layer_without_rule", "loss_inside"])
 def test_flash_clip_takes_what_is_predicted_where_memory_runs_out(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(script)["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 7 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     (suggestion,) = (each for each in report["suggestions"] if each["title"] == FLASH_CLIP)
     changed, _ = follow(script, suggestion)
-    _expect(suggestion, changed, tmp_path)
+    _expect(suggestion, changed)
 
 
 def _nightly(name: str) -> object:
@@ -155,13 +157,13 @@ def _nightly(name: str) -> object:
 )
 def test_the_first_advice_fits_as_predicted_in_programs_of_others(name: str, tmp_path: Path) -> None:
     script = (SCRIPTS / f"{name}.py").read_text()
-    actual = _device_of(script, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(script)["peak"]["requested_bytes"]
     report = _oom_report(script, actual * 6 // 10, tmp_path)
     assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
     first = report["suggestions"][0]
     changed, _ = follow(script, first)
-    _expect(first, changed, tmp_path)
-    _device_of(changed, tmp_path, "--virtual-memory", f"{(actual * 6 // 10 >> 20) + CONTEXT_MIB}MiB")
+    _expect(first, changed)
+    _device_of(changed, "--virtual-memory", f"{(actual * 6 // 10 >> 20) + CONTEXT_MIB}MiB")
     # Opacus' ghost clipping raises where a layer runs twice before its backward pass, as in a checkpoint.
     offers_ghost = any("ghost" in each["title"] for each in report["suggestions"])
     assert offers_ghost == (name in ("cached_keys", "split_batches"))
@@ -172,14 +174,14 @@ def test_advice_holds_for_larger_batches_that_are_drawn_later(tmp_path: Path) ->
     report = _oom_report(script, 700 << 20, tmp_path)
     (adopting,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "adopt_grad_samples")
     changed, _ = follow(script, adopting)
-    actual = _device_of(changed, tmp_path)["peak"]["requested_bytes"]
+    actual = _device_of(changed)["peak"]["requested_bytes"]
     assert report["batch"]["samples"] < 14
     assert (1 - MOST_BELOW) * actual <= adopting["predicted_peak_bytes"] <= 1.2 * actual
 
 
 def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:
     script = (SCRIPTS / "contrastive.py").read_text()
-    device = _device_of(script, tmp_path)
+    device = _device_of(script)
     offered = [each["title"] for each in device["improvements"]]
     report = _oom_report(script, device["peak"]["requested_bytes"] * 7 // 10, tmp_path)
     offered += [each["title"] for each in report["suggestions"]]
@@ -198,7 +200,7 @@ def test_a_mode_that_refuses_the_program_is_not_offered(tmp_path: Path) -> None:
 
 def test_a_mode_that_refuses_the_loss_is_not_offered(tmp_path: Path) -> None:
     script = (SCRIPTS / "contrastive_loss.py").read_text()
-    device = _device_of(script, tmp_path)
+    device = _device_of(script)
     report = _oom_report(script, device["peak"]["requested_bytes"] * 7 // 10, tmp_path)
     offered = [each["title"] for each in (*device["improvements"], *report["suggestions"])]
     assert 'grad_sample_mode="ghost"' in offered
@@ -231,25 +233,26 @@ def _oom_report(script: str, memory: int, directory: Path) -> dict[str, Any]:
     return report
 
 
-def _improvements(script: str, directory: Path) -> list[dict[str, Any]]:
-    improvements: list[dict[str, Any]] = _device_of(script, directory)["improvements"]
+def _improvements(script: str) -> list[dict[str, Any]]:
+    improvements: list[dict[str, Any]] = _device_of(script)["improvements"]
     return improvements
 
 
-def _expect(improvement: dict[str, Any], changed: str, directory: Path, above: float = MOST_ABOVE) -> None:
+def _expect(improvement: dict[str, Any], changed: str, above: float = MOST_ABOVE) -> None:
     """Fails if the peak of the changed script is not the predicted one."""
-    actual = _device_of(changed, directory)["peak"]["requested_bytes"]
+    actual = _device_of(changed)["peak"]["requested_bytes"]
     assert (1 - MOST_BELOW) * actual <= improvement["predicted_peak_bytes"] <= (1 + above) * actual
 
 
-def _device_of(script: str, directory: Path, *options: str) -> dict[str, Any]:
-    """Runs a script on a virtual GPU, and returns what the profile has of that."""
-    file, out = directory / "train.py", directory / "out"
-    file.write_text(script)
-    command = [*interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h100", *options, "-o", out, file]
-    completed = subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
-    )
-    assert completed.returncode == 0, completed.stderr[-2000:]
-    device: dict[str, Any] = json.loads((out / "profile.json").read_text())["devices"]["cuda:0"]
+@cache
+def _device_of(script: str, *options: str) -> dict[str, Any]:
+    """Runs a script on a virtual GPU, once for all tests, and returns what the profile has of that."""
+    with tempfile.TemporaryDirectory() as directory:
+        file, out = Path(directory) / "train.py", Path(directory) / "out"
+        file.write_text(script)
+        command = [*interpreter(), "-m", "opacus_memprof", "run", "--virtual-gpu", "h100", *options, "-o", out, file]
+        arguments = [str(each) for each in command]
+        completed = subprocess.run(arguments, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+        assert completed.returncode == 0, completed.stderr[-2000:]
+        device: dict[str, Any] = json.loads((out / "profile.json").read_text())["devices"]["cuda:0"]
     return device
