@@ -138,11 +138,6 @@ def _replaced() -> nn.Module:
     return layer
 
 
-def _chosen(m: Any, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Goes one way or another by the number of valid tokens in the whole batch: both ways treat samples alone."""
-    return m.a(h) + m.b(h) if bool(mask.all()) else m.a(h) + 0 * m.b(h)
-
-
 HARD: dict[str, Piece] = {
     "on_rows": _of(_on_rows, lin=_linear),
     "sorted_by_length": _of(_sorted, lin=_linear),

@@ -14,6 +14,7 @@ import opacus_memprof
 from opacus_memprof.analysis import findings
 from opacus_memprof.planning import runs as planning_runs
 from opacus_memprof.planning.virtual_run import ForkedRuns
+from opacus_memprof.recording import native
 from tests.integration.run_scripts import ENVIRONMENT, Start
 from tests.warm_python import ROOT
 
@@ -38,6 +39,16 @@ def collected_garbage() -> Iterator[None]:
     gc.collect()  # an earlier test's model, whose parameters would count as well
     yield
     assert opacus_memprof.session.current() is None
+    opacus_memprof.uninstall()
+
+
+@pytest.fixture
+def recorder() -> Iterator[None]:
+    """The recording CPU allocator, with no earlier test's tensors."""
+    gc.collect()
+    opacus_memprof.install("cpu")
+    native.reset_peaks()
+    yield
     opacus_memprof.uninstall()
 
 

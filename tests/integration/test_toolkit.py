@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toolkit on the CPU with real tensors, whose sizes are the figures it must give."""
 
-import gc
 import json
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,6 @@ from tests.warm_python import ENVIRONMENT, interpreter
 
 MB = 2**20
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the figures are those of the CPU")
-
-
-@pytest.fixture
-def recorder() -> Iterator[None]:
-    """The recording CPU allocator, with no earlier test's tensors."""
-    gc.collect()
-    opacus_memprof.install("cpu")
-    native.reset_peaks()
-    yield
-    opacus_memprof.uninstall()
 
 
 def block(mib: float) -> torch.Tensor:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUMemoryProfiler: what it records, logs, prints and exports."""
 
-import gc
 import json
 import re
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,7 @@ from opacus_memprof.toolkit import readings
 MB = 2**20
 KEYS = ["time", "allocated", "reserved", "max_allocated", "max_reserved", "timestamp"]
 on_cpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="the figures are those of the CPU")
-
-
-@pytest.fixture(autouse=True)
-def recorder() -> Iterator[None]:
-    gc.collect()
-    opacus_memprof.install("cpu")
-    native.reset_peaks()
-    yield
-    opacus_memprof.uninstall()
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 def block(mib: int) -> torch.Tensor:

@@ -129,11 +129,6 @@ def _part_and_root(model: Any, batch: Batch) -> torch.Tensor:
     return per_sample(model(batch["x"]), batch) + extra
 
 
-def _part_mixes(model: Any, batch: Batch) -> torch.Tensor:
-    h = inner(model).body(batch["x"])
-    return per_sample(inner(model).head(h - h.mean(0)), batch)
-
-
 def _twice(model: Any, batch: Batch) -> torch.Tensor:
     return per_sample(model(batch["x"]), batch) + 2 * per_sample(model(batch["x"].flip(-1)), batch)
 
