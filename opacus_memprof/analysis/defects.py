@@ -171,12 +171,25 @@ def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
             [module for module, seen in observations if not seen["training"]],
             "call .train() of {}, or freeze it before make_private with requires_grad_(False)",
         ),
+        "frozen when make_private was called, which gave hooks to trained modules alone": (
+            [module for module, seen in observations if seen["training"] and not seen.get("hooked", True)],
+            "call requires_grad_(True) of {} before make_private; to train it later, freeze it after make_private, and "
+            "have the optimizer of the first steps without it",
+        ),
         "used outside of its own forward, so that Opacus' hooks did not run": (
-            [module for module, seen in observations if seen["training"] and seen["has_gradient"]],
+            [
+                module
+                for module, seen in observations
+                if seen["training"] and seen["has_gradient"] and seen.get("hooked", True)
+            ],
             "call {} as a module instead of computing with its weight, as F.linear(x, layer.weight) does",
         ),
         "not reached by any gradient: not used in the forward, or not part of the loss": (
-            [module for module, seen in observations if seen["training"] and not seen["has_gradient"]],
+            [
+                module
+                for module, seen in observations
+                if seen["training"] and not seen["has_gradient"] and seen.get("hooked", True)
+            ],
             "freeze {} before make_private with requires_grad_(False), or use it",
         ),
     }
@@ -221,8 +234,9 @@ def accumulated_per_sample_gradients(run: Run) -> Iterator[Finding]:
         "accumulated_per_sample_gradients",
         common_module(modules),
         0,
-        f"a backward pass found per-sample gradients of an earlier one in {evidence}; with Poisson sampling Opacus "
-        "allows no accumulation",
+        f"a backward pass found per-sample gradients of an earlier one in {evidence}; "
+        + ("the mode ew" if observations[0][1].get("by_torch") else "with Poisson sampling Opacus")
+        + " allows no accumulation",
         remedy,
     )
 
@@ -259,6 +273,35 @@ def outputs_changed_in_place(run: Run) -> Iterator[Finding]:
         )
 
 
+def captures_used_up(run: Run) -> Iterator[Finding]:
+    """Finds a second backward pass through one forward pass, for which Opacus' hooks have no captures any more."""
+    for module, _ in run.observed("captures_used_up"):
+        yield Finding(
+            "captures_used_up",
+            module,
+            0,
+            f"a second backward pass went through one forward pass of {module or 'the model'}: Opacus' hooks have used "
+            "up in the first what they had captured, as a gradient penalty or retain_graph=True causes it",
+            "run one backward pass for each forward pass: add up the losses before backward(), and leave out penalties "
+            "that call torch.autograd.grad on the private model: Opacus clips no gradients of gradients",
+        )
+
+
+def forward_not_vectorized(run: Run) -> Iterator[Finding]:
+    """Finds the line that functorch cannot run for all samples at once, in a module without a grad sampler."""
+    for module, seen in run.observed("not_vectorized"):
+        line, layer = seen["line"] or "its forward", seen["layer"]
+        yield Finding(
+            "forward_not_vectorized",
+            module,
+            0,
+            f"{line} reads the value of a tensor, which functorch's vmap does not allow: Opacus knows no grad sampler "
+            f"for {layer}, and repeats the forward of {module or 'the model'} for each sample by vmap",
+            f"use torch.where instead of an if, and no .item() in {line}; or write a function for {layer} with "
+            "opacus.grad_sample.register_grad_sampler" + _flash_clip([(module, seen)]),
+        )
+
+
 def copied_private_model(run: Run) -> Iterator[Finding]:
     """Finds a copy of a private model that runs: copies have Opacus' hooks without what these keep at parameters."""
     for _, seen in run.observed("private_copy"):
@@ -291,6 +334,8 @@ DEFECTS = (
     "accumulated_per_sample_gradients",
     "discarded_backward_passes",
     "outputs_changed_in_place",
+    "captures_used_up",
+    "forward_not_vectorized",
     "copied_private_model",
     "captures_without_backward",
     "checkpoint_captures",
@@ -309,6 +354,8 @@ DETECTORS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     accumulated_per_sample_gradients,
     discarded_backward_passes,
     outputs_changed_in_place,
+    captures_used_up,
+    forward_not_vectorized,
     copied_private_model,
     captures_without_backward,
     kept_memory.growing_memory,

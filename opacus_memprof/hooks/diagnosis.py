@@ -10,7 +10,7 @@ import dis
 import linecache
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -222,10 +222,16 @@ def _norms(parameter: nn.Parameter) -> list[Tensor]:
 # --- errors ---
 
 _UNEQUAL = ("stack expects each tensor to be equal size", "must match the size of tensor", "operands do not broadcast")
-_MISSING = "Per sample gradient is not initialized"
-_NO_NORMS = "has no attribute '_norm_sample'"  # the same in ghost clipping
+_MISSING = (
+    "Per sample gradient is not initialized",
+    "Per sample gradient not found",
+    "has no attribute '_norm_sample'",  # the same in ghost clipping
+)
 _NOT_CAPTURED = "No activations detected for"
 _ACCUMULATED = "not compatible with grad accumulation"
+_ACCUMULATED_BY_TORCH = "Current Expanded Weights accumulates"  # the same in the mode ew
+_USED_UP = "pop from empty list"  # of captures
+_NOT_VECTORIZED = "vmap: "
 _COPIED = "has no attribute '_forward_counter'"
 _IN_PLACE = ("is a view and is being modified inplace", "modified by an inplace operation")
 
@@ -245,11 +251,15 @@ def explain(error: BaseException) -> None:
         _record_copy(frames)
     elif _NOT_CAPTURED in message:
         _record_not_captured(frames)
-    elif _MISSING in message or _NO_NORMS in message:
+    elif _USED_UP in message or message.startswith(_NOT_VECTORIZED):
+        _record_in_hook("captures_used_up" if _USED_UP in message else "not_vectorized", frames)
+    elif any(part in message for part in _MISSING):
         _record_missing()
     elif _ACCUMULATED in message:
         _record_unowned()
         _record_accumulated()
+    elif _ACCUMULATED_BY_TORCH in message:
+        _record_accumulated(by_torch=True)
     elif any(part in message for part in _UNEQUAL):
         _record_counts()
 
@@ -294,8 +304,26 @@ def _record_missing() -> None:
                 has_gradient=parameter.grad is not None,
                 training=name not in named or named[name].training,
                 captures=waiting.get(owner, 0),
+                hooked=_is_hooked(name, named),
                 flash_clip=can_clip,
             )
+
+
+def _is_hooked(name: str, named: Mapping[str, nn.Module]) -> bool:
+    """Returns whether a module, or one around it that Opacus samples as a whole, has a forward hook."""
+    parts = name.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return any(each in named and named[each]._forward_hooks for each in around)
+
+
+def _record_in_hook(kind: str, frames: Sequence[tuple[FrameType, int]]) -> None:
+    """Records the module whose backward hook failed, and the line of the program in which it did."""
+    names = {module: name for model in list(_models) for name, module in modules.named_modules(model)}
+    hooked = [module for frame, _ in frames if (module := frame.f_locals.get("module")) in names]
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_own(frame.f_code.co_filename)]
+    if hooked:
+        details = {"layer": type(hooked[-1]).__name__, "line": lines[-1] if lines else ""}
+        observations.record(kind, native.module_id(names[hooked[-1]]), 0, **details, flash_clip=_flash_clip_can_clip())
 
 
 def _record_not_captured(frames: Sequence[tuple[FrameType, int]]) -> None:
@@ -316,12 +344,14 @@ def _record_copy(frames: Sequence[tuple[FrameType, int]]) -> None:
     observations.record("private_copy", 0, 0, line=lines[-1] if lines else "")
 
 
-def _record_accumulated() -> None:
-    """Records modules with per-sample gradients of several backward passes."""
+def _record_accumulated(*, by_torch: bool = False) -> None:
+    """Records modules with per-sample gradients of several backward passes, or those of which torch would add some."""
     for _, parameter in _private_parameters():
-        if len(samples := _samples(parameter)) > 1:
+        passes = len(samples := _samples(parameter)) + by_torch
+        if samples and passes > 1:
             details = {"steps": _private_steps + _public_steps, "used": hasattr(samples[0], "_processed")}
-            observations.record("samples_accumulated", native.owner_of(parameter), len(samples), **details)
+            owner = native.owner_of(parameter)
+            observations.record("samples_accumulated", owner, passes, **details, by_torch=by_torch)
 
 
 def _record_in_place(frames: Sequence[tuple[FrameType, int]]) -> None:

@@ -413,6 +413,61 @@ def copied_for_a_client(cured: bool, mode: str = "hooks") -> None:
     train(model if cured else copy.deepcopy(model), optimizer, loader)
 
 
+# --- what Opacus' hooks cannot do ---
+
+
+def unfrozen_later(cured: bool, mode: str = "hooks") -> None:
+    """The body is frozen when make_private is called, and trained from the third step on."""
+    net = mlp()
+    net[0].requires_grad_(cured)
+    model, optimizer, loader, _ = private(net, vectors(), trained=list(net.parameters()))
+    train(model, optimizer, islice(loader, 2))
+    net.requires_grad_(True)
+    train(model, optimizer, loader)
+
+
+def gradient_penalty(cured: bool, mode: str = "hooks") -> None:
+    model, optimizer, loader, _ = private(mlp(), vectors())
+    for x, y in loader:
+        x.requires_grad_()
+        output = model(x)
+        loss = functional.cross_entropy(output, y)
+        if not cured:
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            loss = loss + slope.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Scaled(nn.Module):
+    """Scales its input by a weight, and looks for values that are not finite."""
+
+    def __init__(self, checks: bool) -> None:
+        super().__init__()
+        self.scale, self.checks = nn.Parameter(torch.ones(())), checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checks and not x.isfinite().all():
+            raise ValueError("the input is not finite")
+        return x * self.scale
+
+
+def branch_by_value(cured: bool, mode: str = "hooks") -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(checks=not cured), nn.Linear(WIDTH, CLASSES))
+    model, optimizer, loader, _ = private(net, vectors(), mode)
+    train(model, optimizer, loader)
+
+
+def accumulated_in_ew(cured: bool, mode: str = "ew") -> None:
+    model, optimizer, loader, _ = private(mlp(), vectors(), mode)
+    for number, (x, y) in enumerate(loader):
+        functional.cross_entropy(model(x), y).backward()
+        if cured or number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 PRIVACY, COUNTS = "training_is_not_private", "different_numbers_of_samples"
 MISSING, ACCUMULATED, IN_PLACE = (
     "missing_per_sample_gradients",
@@ -422,6 +477,39 @@ MISSING, ACCUMULATED, IN_PLACE = (
 RETURNED = "the optimizer that make_private returns"
 
 GALLERY = (
+    Report(
+        TRACKER.replace("issues", "pull") + "729",
+        unfrozen_later,
+        MISSING,
+        ("for 0: frozen when make_private was called",),
+        "requires_grad_(True) of 0 before make_private",
+        ValueError,
+    ),
+    Report(
+        TRACKER + "31",
+        gradient_penalty,
+        "captures_used_up",
+        ("one forward pass of 2", "gradient penalty"),
+        "one backward pass for each forward pass",
+        IndexError,
+    ),
+    Report(
+        "https://github.com/pytorch/functorch/issues/1066",
+        branch_by_value,
+        "forward_not_vectorized",
+        ("failures.py:", "no grad sampler for Scaled", "the forward of 1"),
+        "torch.where instead of an if",
+        RuntimeError,
+        flash_clip=True,
+    ),
+    Report(
+        TRACKER.replace("issues", "pull") + "441",
+        accumulated_in_ew,
+        ACCUMULATED,
+        ("0, 2: 2 backward passes", "the mode ew allows no accumulation"),
+        "one backward pass for each step",
+        RuntimeError,
+    ),
     Report(
         TRACKER + "389", own_optimizer_steps, PRIVACY, ("8 of 8 updates", "SGD that make_private was given"), RETURNED
     ),
