@@ -5,6 +5,22 @@ from tests.planted_faults.fault import Fault, integration, programs, unit
 
 FAULTS = [
     Fault(
+        "modes_move_while_garbage_is_collected",
+        "forwards/repetition.py",
+        "    gc.disable()\n",
+        "",
+        "The modes of a model that garbage collection frees are left in the midst of a move of others.",
+        unit("following_modes"),
+    ),
+    Fault(
+        "modes_that_were_left_are_entered_again",
+        "module/read_numbers.py",
+        "if not (isinstance(each, FollowingMode) and each.stays_off)",
+        "if True",
+        "A mode that has ended while nothing was followed stays on.",
+        unit("following_modes"),
+    ),
+    Fault(
         "new_operations_of_a_loss_are_not_checked",
         "module/graph_hooks.py",
         "        elif is_new:\n            self.check_next()\n",

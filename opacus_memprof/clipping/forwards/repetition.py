@@ -8,6 +8,7 @@ a way reproduces the module's output.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ class Modes:
     def now(cls) -> Modes:
         """Returns those of this thread."""
         function = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-        return cls(function, [mode for mode in _get_current_dispatch_mode_stack() if _is_of_program(mode)])
+        return cls(function, [mode for mode in mode_stack() if _is_of_program(mode)])
 
     def key(self) -> tuple[Any, ...]:
         """Returns the code of the modes that the program has defined: they may change any operation."""
@@ -148,27 +149,48 @@ class Modes:
             torch._C._pop_torch_function_stack()
         for function_mode in other.function:
             torch._C._push_on_torch_function_stack(function_mode)
-        others = [mode for mode in leave_dispatch_modes() if mode not in self.dispatch]
-        enter_dispatch_modes([*others, *other.dispatch])
+        with collecting_later():
+            others = [mode for mode in leave_dispatch_modes() if mode not in self.dispatch]
+            enter_dispatch_modes([*others, *other.dispatch])
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Garbage is not collected inside: that of a model ends its modes, which would change the stack in mid-move."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def mode_stack() -> list[TorchDispatchMode]:
+    """Returns the dispatch modes of this thread, the innermost one last."""
+    with collecting_later():
+        return list(_get_current_dispatch_mode_stack())
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Returns the modes of this thread, the innermost one last, without PyTorch's own, which it keeps apart."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+    """Returns the same without PyTorch's own modes, which it keeps apart."""
+    return [mode for mode in mode_stack() if not mode.is_infra_mode()]
 
 
 def leave_dispatch_modes(count: int = 0) -> list[TorchDispatchMode]:
     """Leaves all of these modes but the outermost `count`, without the program's `__exit__`, and returns them."""
-    inner = dispatch_modes()[count:]
-    for mode in reversed(inner):
-        TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-    return inner
+    with collecting_later():
+        inner = dispatch_modes()[count:]
+        for mode in reversed(inner):
+            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+        return inner
 
 
 def enter_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
     """Enters modes, the innermost one last, without the program's `__enter__`."""
-    for mode in modes:
-        TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+    with collecting_later():
+        for mode in modes:
+            TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 def _is_of_program(mode: object) -> bool:

@@ -16,9 +16,15 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from opacus_memprof.clipping.forwards.repetition import dispatch_modes, enter_dispatch_modes, leave_dispatch_modes
+from opacus_memprof.clipping.forwards.repetition import (
+    collecting_later,
+    dispatch_modes,
+    enter_dispatch_modes,
+    leave_dispatch_modes,
+    mode_stack,
+)
 from opacus_memprof.clipping.proof.summary import Tensors
 from opacus_memprof.versions import variables_of
 
@@ -325,6 +331,8 @@ class FollowingMode(TorchDispatchMode):
     Several models may each have one on at the same time, and a program may enter and leave modes of its own meanwhile.
     """
 
+    stays_off = True  # also where others are to be entered again, among which it was
+
     @abstractmethod
     def note_read(self, x: torch.Tensor) -> None:
         """Notes that the program reads all numbers of a tensor, as a list or an array."""
@@ -332,23 +340,27 @@ class FollowingMode(TorchDispatchMode):
     @property
     def is_entered(self) -> bool:
         """Whether it is on, in this thread."""
-        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+        return any(mode is self for mode in mode_stack())
 
     def enter(self) -> None:
         """Makes it the outermost mode, so that it can stay on where a `with` block of the program ends."""
         for name, read in _READERS.items():
             setattr(torch.Tensor, name, _noted(read))
-        inner = leave_dispatch_modes()
-        self.__enter__()  # type: ignore[no-untyped-call]
-        enter_dispatch_modes(inner)
+        self.stays_off = False
+        with collecting_later():
+            inner = leave_dispatch_modes()
+            self.__enter__()  # type: ignore[no-untyped-call]
+            enter_dispatch_modes(inner)
 
     def leave(self) -> None:
         """Leaves it, whatever modes were entered since. These stay on."""
-        stack = dispatch_modes()
-        if self not in stack:
-            return
-        inner = leave_dispatch_modes(stack.index(self))
-        enter_dispatch_modes(inner[1:])
+        self.stays_off = True
+        with collecting_later():
+            stack = dispatch_modes()
+            if self not in stack:
+                return
+            inner = leave_dispatch_modes(stack.index(self))
+            enter_dispatch_modes(inner[1:])
         if not following_modes():
             for name in _READERS.keys() & vars(torch.Tensor).keys():
                 delattr(torch.Tensor, name)
@@ -356,12 +368,12 @@ class FollowingMode(TorchDispatchMode):
 
 def following_modes() -> list[FollowingMode]:
     """Returns the modes that follow the program in this thread, the innermost one last."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FollowingMode)]
+    return [mode for mode in mode_stack() if isinstance(mode, FollowingMode)]
 
 
 def makes_no_values() -> bool:
     """Returns whether operations have no values, as those of fake tensors."""
-    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+    return any(mode.is_infra_mode() for mode in mode_stack())
 
 
 @contextmanager
@@ -374,13 +386,17 @@ def unfollowed() -> Iterator[None]:
         if not following_modes():
             yield
             return
-        before = leave_dispatch_modes()
-        enter_dispatch_modes([mode for mode in before if not isinstance(mode, FollowingMode)])
+        with collecting_later():
+            before = leave_dispatch_modes()
+            enter_dispatch_modes([mode for mode in before if not isinstance(mode, FollowingMode)])
         try:
             yield
         finally:
-            leave_dispatch_modes()
-            enter_dispatch_modes(before)
+            with collecting_later():
+                leave_dispatch_modes()
+                enter_dispatch_modes(
+                    [each for each in before if not (isinstance(each, FollowingMode) and each.stays_off)]
+                )
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:
