@@ -150,7 +150,7 @@ class PrivacyCheck(JsonObject, kw_only=True):
     rank: int
     world_size: int
     models: list[ModelCheck]
-    earlier: list["PrivacyCheck"] = []
+    earlier: "list[PrivacyCheck]" = []
 
 
 def read_privacy_check(path: Path) -> PrivacyCheck | None:
