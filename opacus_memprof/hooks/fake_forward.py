@@ -118,6 +118,10 @@ class FakeForward:
             self._found = call, trained, self._repeat(_run, call, trained, captures)
         return self._found[2]
 
+    def peak_without_graph(self) -> int:
+        """Returns the most bytes that are live at once in the pass if it records no graph; 0 if that is not known."""
+        return 0 if self._call is None else self._repeat(_peak_without_graph, self._call) or 0
+
     def mixes_samples(self, samples: int) -> bool:
         """Returns whether the pass makes a matrix of samples by samples, as a contrastive loss does.
 
@@ -219,6 +223,19 @@ def _shapes(named: Sequence[tuple[str, nn.Module]], call: Call) -> list[torch.Si
         with recorder:
             model(*args, **(kwargs or {}))
     return recorder.shapes
+
+
+def _peak_without_graph(named: Sequence[tuple[str, nn.Module]], call: Call) -> int:
+    with FakeTensorMode() as fake, torch.no_grad(), ExitStack() as stack:
+        for context in call.autocast:
+            stack.enter_context(context)
+        model, _ = _copy(named, fake, call)
+        leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
+        excluded = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        args, kwargs = tree_unflatten(leaves, call.structure)
+        with (recorder := _Recorder(excluded, frozenset(), captures=False)):
+            model(*args, **(kwargs or {}))
+    return recorder.peak
 
 
 def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[str], captures: bool) -> WholeForward:
@@ -361,6 +378,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._checkpoint: int | None = None  # the one that runs
         self._inside: dict[str, int] = {}  # layers in checkpoints, in the order of their calls
         self._excluded = {id_of(tensor): tensor for tensor in excluded}
+
+    @property
+    def peak(self) -> int:
+        return self._peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

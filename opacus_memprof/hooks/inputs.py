@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, Subset
 from opacus_memprof.hooks.shapes import coming_states
 from opacus_memprof.hooks.vocabulary import DATASET, FORWARD_UNDECIDED, UNATTRIBUTED, find
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
-from opacus_memprof.recording import native
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment
 from opacus_memprof.recording.faults import CallHook, contain
 
@@ -100,6 +100,10 @@ def _observe_iterator_init(iterator: Any, loader: Any) -> CallHook:
 
 def _observe_next(iterator: Any) -> CallHook:
     native.tag_inputs(((yield),))
+    shapes = observations.layer_shapes()
+    if shapes.made_before is None and shapes.modules:
+        devices = native.counters()["devices"].items()
+        shapes.made_before = {name: device["categories"]["unattributed"] for name, device in devices}
 
 
 def _observe_dp_loss_call(loss: Any, *args: Any, **kwargs: Any) -> CallHook:
@@ -138,7 +142,7 @@ def _clear_dynamo_rules() -> None:
 
 @contain("looking at what comes later in the training")
 def observe_what_comes(shapes: TrainingShapes, model: nn.Module | None) -> None:
-    """Records how many samples later batches can have, and the states that other optimizers than the model's will make.
+    """Records how many samples later batches can have, and what other optimizers than the model's will make.
 
     Searches the heap, which takes a tenth of a second.
     """
@@ -146,7 +150,7 @@ def observe_what_comes(shapes: TrainingShapes, model: nn.Module | None) -> None:
     if model is not None:
         dp = find("opacus.optimizers", "DPOptimizer") or ()
         optimizers = [each for each in live if issubclass(type(each), Optimizer) and not issubclass(type(each), dp)]
-        shapes.coming_states = coming_states(optimizers, model)
+        shapes.coming_states, shapes.coming_gradients = coming_states(optimizers, model)
     splitter = find("opacus.utils.batch_memory_manager", "BatchSplittingSampler")
     drawing = find("opacus.utils.uniform_sampler", "UniformWithReplacementSampler")
     if drawing is None:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opacus_memprof.hooks import diagnosis, modules
+from opacus_memprof.hooks.fake_forward import FakeForward
 from opacus_memprof.hooks.vocabulary import (
     BACKWARD_TEMPORARIES,
     BUFFERS,
@@ -32,6 +33,7 @@ from opacus_memprof.hooks.vocabulary import (
     OPTIMIZER_TEMPORARIES,
     UNATTRIBUTED,
 )
+from opacus_memprof.profiles.layer_shapes import UntrainedGraphs
 from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.attachment import Attachment, looks_compiled, reduce_to_noop
 from opacus_memprof.recording.faults import contain
@@ -44,6 +46,7 @@ _MATERIAL_SHARE = 0.01  # of the live bytes
 _SHARE_OF_TIME = 0.002  # that searches may take, after the first few
 _FREE_SEARCHES = 4
 _MOMENT = 0.002  # seconds
+_MOST_NODES = 10_000  # of autograd's graph that are looked at
 
 Roots = Callable[[], list[nn.Module]]  # returns the attached models
 
@@ -70,6 +73,7 @@ class OwnerSearch:
     def watch(self, attachment: Attachment) -> None:
         """Searches after the updates of all optimizers, until `attachment` is detached."""
         attachment.on_detach(register_optimizer_step_post_hook(self._after_step).remove)
+        self._offer()
         attachment.on_detach(self.reset)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -113,6 +117,7 @@ class OwnerSearch:
                     _claim_module(module, native.module_id(name), owner)
         for optimizer in optimizers:
             claim_tensors(optimizer, owner)
+        self._offer()
         for model in self._watched:
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -120,12 +125,38 @@ class OwnerSearch:
         for model in map(_trained_part, models):
             if model not in attached and model not in self._watched and not _is_trained(model, optimizers):
                 self._watched[model] = _watch_calls(self._prefixes, model)
-                observations.layer_shapes().untrained_gradients = self._untrained_gradients
+
+    def _offer(self) -> None:
+        shapes = observations.layer_shapes()
+        shapes.untrained_graphs = self._untrained_graphs
+        shapes.untrained_gradients = self._untrained_gradients
+        shapes.unclaimed_parameters = self._unclaimed_parameters
+
+    def _unclaimed_parameters(self) -> int:
+        """Returns the bytes of parameters on GPUs that were made after the latest search. At the end none is known."""
+        found = [each for each in gc.get_objects() if issubclass(type(each), nn.Parameter)] if self._roots() else []
+        return sum(each.nbytes for each in found if each.is_cuda and not native.owner_of(each))
+
+    def _untrained_graphs(self) -> list[UntrainedGraphs]:
+        """Returns the graphs of models that no optimizer trains, as far as a call of each has ended."""
+        calls = [each for each in self._watched.values() if each.kept >= _MATERIAL]
+        used = _behind_losses()[0] if calls else set()
+        return [
+            UntrainedGraphs(each.name, each.kept, each.forward.peak_without_graph(), used.isdisjoint(each.graphs))
+            for each in calls
+        ]
 
     def _untrained_gradients(self) -> int:
-        """Returns the bytes of gradients that graphs of models give that no optimizer trains, without claimed ones."""
+        """Returns the bytes of gradients that graphs of models give that no optimizer trains, without claimed ones.
+
+        A model that was made since the latest search is in the graph of a loss.
+        """
         called = [model for model, calls in self._watched.items() if calls.is_running or calls.graphs]
         parameters = {parameter for model in called for parameter in model.parameters() if parameter.requires_grad}
+        optimizers = _models_and_optimizers()[1]
+        updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        made_late = (each for each in _behind_losses()[1] if not native.owner_of(each) and id(each) not in updated)
+        parameters |= set(made_late)
         return sum(each.nbytes for each in parameters if each not in self._with_gradients)
 
 
@@ -148,10 +179,11 @@ def _is_trained(model: nn.Module, optimizers: list[Optimizer]) -> bool:
 
 def _watch_calls(attachment: Attachment, model: nn.Module) -> "_BeforeCall":
     """Records whether calls of a model that no optimizer trains record graphs, in its first calls."""
-    before = _BeforeCall()
+    before = _BeforeCall(FakeForward(list(modules.named_modules(model))))
     if not looks_compiled(model):
         after = _AfterCall(before)
-        after.handles = (model.register_forward_pre_hook(before), model.register_forward_hook(after))
+        before_hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        after.handles = (before_hook, model.register_forward_hook(after))
         attachment.on_detach(after.remove)
     return before
 
@@ -164,19 +196,28 @@ class _BeforeCall:
     """Remembers the live bytes before a call, or None where the call's graph may be needed for its inputs.
 
     Attributes:
+        forward: repeats the latest call on fake tensors.
         live: these bytes.
+        kept: what the graph of a call keeps, without its output; 0 if that is not known.
+        name: what the program calls the model.
         is_running: whether a call has begun that records a graph, and has not ended.
         graphs: those of earlier calls that are alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forward: FakeForward) -> None:
+        self.forward = forward
         self.live: int | None = None
+        self.kept = 0
+        self.name = ""
         self.is_running = False
         self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     @contain("watching a model that no optimizer trains")
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.is_running = torch.is_grad_enabled() and not is_compiling()
+        if self.is_running:
+            self.forward.record_inputs((args, kwargs))
+        args = (args, kwargs)
         differentiable = not torch.is_grad_enabled() or any(each.requires_grad for each in native.tensors_in(args))
         self.live = None if is_compiling() or differentiable else _live()
 
@@ -186,7 +227,6 @@ class _AfterCall:
 
     def __init__(self, before: _BeforeCall) -> None:
         self._before = before
-        self._kept = 0
         self.handles: tuple[RemovableHandle, ...] = ()
 
     def remove(self) -> None:
@@ -206,14 +246,32 @@ class _AfterCall:
         if self._before.live is None:
             return
         kept = _live() - self._before.live - sum(each.nbytes for each in outputs)
-        if not self._kept:
-            self._kept = kept
+        if not self._before.kept:
+            self._before.kept, self._before.name = kept, diagnosis.name_of(model) or type(model).__name__
             return
         self.remove()
         _, optimizers = _models_and_optimizers()
         if kept >= _MATERIAL and not _is_trained(model, optimizers):
-            named = diagnosis.name_of(model) or type(model).__name__
-            observations.record("untrained_graphs", 0, kept, name=named)
+            observations.record("untrained_graphs", 0, kept, name=self._before.name)
+
+
+def _behind_losses() -> tuple["set[_Graph]", set[nn.Parameter]]:
+    """Returns the noted graphs and the parameters from which tensors of one number were computed."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    losses = [each for each in tensors if each.grad_fn is not None and each.numel() == 1]
+    waiting, seen = [each.grad_fn for each in losses], set[Any]()
+    found, parameters = set[_Graph](), set[nn.Parameter]()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (graph := cast("dict[object, object]", node.metadata).get(_Graph)) is not None:
+            found.add(cast("_Graph", graph))
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            parameters.add(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found, parameters
 
 
 for _hook in (_BeforeCall, _AfterCall):

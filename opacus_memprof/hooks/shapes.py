@@ -25,7 +25,7 @@ from opacus_memprof.hooks.vocabulary import (
     find,
 )
 from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape
-from opacus_memprof.recording import observations
+from opacus_memprof.recording import native, observations
 from opacus_memprof.recording.faults import CallHook
 
 # By optimizer: the number of state tensors of each parameter, and of temporary tensors (such as denominators) that its
@@ -188,16 +188,24 @@ def _state_tensors(optimizer: Optimizer) -> int:
     return states + sum(bool(optimizer.defaults.get(option)) for option in _STATE_OPTIONS)
 
 
-def coming_states(optimizers: Iterable[Optimizer], model: nn.Module) -> int:
-    """Returns the bytes of the states that optimizers will make for parameters of other models than this one."""
+def coming_states(optimizers: Iterable[Optimizer], model: nn.Module) -> tuple[int, int]:
+    """Returns the bytes of what optimizers of other models than this one will have after their first step.
+
+    Returns:
+        The bytes of the states that they will make, and of gradients that there will be.
+    """
     own = set(map(id, model.parameters()))
-    return sum(
-        _state_tensors(optimizer) * parameter.nbytes
+    others = [
+        (optimizer, parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad and id(parameter) not in own and not optimizer.state.get(parameter)
-    )
+    ]
+    states = sum(_state_tensors(optimizer) * parameter.nbytes for optimizer, parameter in others)
+    has_stepped = native.step()[0] > 0  # also optimizers that keep no states
+    coming = {parameter for optimizer, parameter in others if not (optimizer.state or has_stepped)}
+    return states, sum(parameter.nbytes for parameter in coming if parameter.grad is None)
 
 
 def observe_zero_grad(optimizer: Optimizer) -> CallHook:

@@ -6,7 +6,7 @@ names, as many as the model has modules, and the latest few thousand batch sizes
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 _BATCHES = 4096
@@ -241,6 +241,24 @@ class Program:
     splits_batches: bool = False
 
 
+@dataclass(frozen=True)
+class UntrainedGraphs:
+    """The graphs that calls of a model have recorded which no optimizer trains.
+
+    Attributes:
+        name: what the program calls the model.
+        bytes: what each call keeps for a backward pass.
+        without: the most bytes that a call holds at once if it records no graph; 0 if that is not known.
+        is_unused: whether no loss was computed from its output with a graph, so that no backward pass frees what it
+            keeps, which lives until the next call has ended.
+    """
+
+    name: str
+    bytes: int
+    without: int
+    is_unused: bool
+
+
 @dataclass
 class TrainingShapes:
     """The shapes of the model, its activations, its batches and its optimizer.
@@ -280,6 +298,8 @@ class TrainingShapes:
             that is not known. Asked for when memory has run out.
         coming_states: bytes of the states that optimizers of other models will make at their first step. Asked for when
             memory has run out.
+        coming_gradients: the same of gradients, which live until their optimizer's next zero_grad.
+        made_before: unattributed bytes by device when the first batch of the followed model came; None if none came.
         has_nodes: whether the rows of the model's first input are nodes of a graph, whose edges are another input.
         multiprocessors: of the GPU; 0 without one.
         workspace: bytes of cuBLAS' workspace for one thread.
@@ -290,8 +310,11 @@ class TrainingShapes:
         runs_in: a function that returns whether the forward pass runs with parameters and inputs of a type such as
             "bfloat16".
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
+        untrained_graphs: a function that returns the graphs that calls of these models have recorded.
         untrained_gradients: a function that returns the bytes of gradients that a backward pass gives to models that no
             optimizer trains, such as a reference model whose calls record graphs, without those of earlier steps.
+        unclaimed_parameters: a function that returns the bytes of parameters that count as unattributed, because they
+            were made in this step.
         program: see Program.
     """
 
@@ -320,6 +343,8 @@ class TrainingShapes:
     draws_poisson: bool = True
     most_samples: int | None = None
     coming_states: int = 0
+    coming_gradients: int = 0
+    made_before: Mapping[str, int] | None = None
     has_nodes: bool = False
     multiprocessors: int = 0
     workspace: int = 32 * 2**20
@@ -328,7 +353,9 @@ class TrainingShapes:
     mixes_samples: Callable[[], bool] = lambda: False
     runs_in: Callable[[str], bool] = lambda dtype: True
     whole_forward: Callable[[], WholeForward | None] = lambda: None
+    untrained_graphs: "Callable[[], Sequence[UntrainedGraphs]]" = lambda: ()
     untrained_gradients: Callable[[], int] = lambda: 0
+    unclaimed_parameters: Callable[[], int] = lambda: 0
     program: Program = Program()
 
     @property

@@ -131,6 +131,16 @@ CASES = (
         ("no_grad",),
         (("def evaluate", "@torch.no_grad()\ndef evaluate"),),
     ),
+    Case(
+        "teacher",
+        "440MiB",
+        ("calling teacher under torch.no_grad()",),
+        ("no_grad",),
+        (("    wanted = teacher(images)", "    with torch.no_grad():\n        wanted = teacher(images)"),),
+    ),
+    Case("two_networks", "550MiB", ("per sample gradients of 5",), ("grad_sample_mode",)),
+    Case("reference_made_late", "890MiB", ("temp matrices of embed",), ("grad_sample_mode",)),
+    Case("triplets", "800MiB", ("per sample gradients of head.0",), ("grad_sample_mode",)),
     Case("bf16_logits", "1055MiB", ("OUT OF MEMORY in",), ("batch_size",)),
     Case("ghost_long", "2GiB", ("temp_matrices",), ("register_norm_samplers",)),
 )

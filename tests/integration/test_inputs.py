@@ -137,5 +137,6 @@ def test_states_that_the_optimizers_of_other_models_will_make(monkeypatch: pytes
     amsgrad.step()
     made = sum(state.nbytes for each in amsgrad.state.values() for state in each.values() if state.dim())
     assert shapes.coming_states == made == 3 * size
+    assert shapes.coming_gradients == size
     observe_what_comes(shapes, model)
-    assert shapes.coming_states == 0
+    assert shapes.coming_states == shapes.coming_gradients == 0

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opacus_memprof.analysis.kept_memory import model_of
-from opacus_memprof.analysis.oom.failure import ACTIVATIONS, BlockGroup, Failure, History, Leftovers, sum_by
+from opacus_memprof.analysis.oom.failure import (
+    ACTIVATIONS,
+    BlockGroup,
+    Failure,
+    History,
+    Leftovers,
+    made_in_step,
+    sum_by,
+)
 from opacus_memprof.analysis.oom.layers import (
     NORMS,
     Layer,
@@ -120,8 +128,9 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
     theirs = [group for group in failure.block_groups if _is_of_another_model(group, shapes)]
     theirs = [group for group in theirs if group not in leftovers.block_groups and not _is_resident(group.category)]
     others = sum_by(theirs, lambda group: group.category)
-    others["gradients"] = others.get("gradients", 0) + shapes.untrained_gradients()
+    others["gradients"] = others.get("gradients", 0) + shapes.untrained_gradients() + shapes.coming_gradients
     others["optimizer_states"] = others.get("optimizer_states", 0) + shapes.coming_states
+    made = max(made_in_step(failure, shapes) - leftovers.by_category.get("unattributed", 0), 0)
     return Step(
         mode=shapes.mode,
         mean_loss=shapes.mean_loss,
@@ -132,8 +141,12 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
             for category, size in by_category.items()
             if _is_resident(category)
         )
-        + sum(others.values()),
+        + sum(others.values())
+        - made,
         others=others,
+        made=made,
+        made_workspace=max(history.most_between - by_category.get("unattributed", 0), 0) if made else 0,
+        unused_graphs=min(sum(each.bytes for each in shapes.untrained_graphs() if each.is_unused), made),
         trained=trained,
         largest=largest,
         states=max(

@@ -127,6 +127,9 @@ class History:
             temporaries are larger than its saved tensors.
         most_outside_forward: the same outside of forward passes, in which those of two steps can be live.
         most_in_first_step: the same in the first step, which begins without any.
+        most_between: the most unattributed bytes outside of phases, with a library's workspace, as calls of other
+            models need it. In the first step, which begins without any of the step before.
+        workspace_between: the most bytes of such a workspace.
     """
 
     step_peaks: tuple[RecordedInstant, ...] = ()
@@ -134,6 +137,8 @@ class History:
     most_activations: int = 0
     most_outside_forward: int = 0
     most_in_first_step: int = 0
+    most_between: int = 0
+    workspace_between: int = 0
 
 
 def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed_step: int) -> History:
@@ -148,13 +153,20 @@ def read_history(replayed: Mapping[str, Any] | None, names: Names | None, failed
     phases = [row for row in replayed["phases"].values() if row["step"] <= failed_step]
     peaks = tuple(instant(row) for row in [*phases, *steps])
     instants = [*peaks, *(instant(row) for row in replayed["timeline"] if row["step"] <= failed_step)]
+    between = [each for each in instants if each.phase == "idle" and each.step == 0]
     return History(
         tuple(instant(row) for row in steps if row["complete"] and row["step"] < failed_step),
         peaks,
         _most_activations(instants),
         _most_activations(each for each in instants if each.phase != "forward"),
         _most_activations(each for each in instants if each.step == 0),
+        max((each.categories.get("unattributed", 0) + _workspace(each) for each in between), default=0),
+        max(map(_workspace, between), default=0),
     )
+
+
+def _workspace(instant: RecordedInstant) -> int:
+    return instant.categories.get("library_workspace", 0)
 
 
 def _most_activations(instants: Iterable[RecordedInstant]) -> int:
@@ -332,6 +344,23 @@ def find_evaluation(failure: Failure, shapes: TrainingShapes) -> tuple[int, bool
     samples = shapes.batch_size_in(failure.step)
     is_one = 2 * sum(group.bytes for group in evaluated) > sum(group.bytes for group in activations)
     return (samples, True) if is_one and samples else None
+
+
+def made_in_step(failure: Failure, shapes: TrainingShapes) -> int:
+    """Returns the unattributed bytes that the step has made outside of the model, which grow with its batch.
+
+    These are what a program computes from the batch itself, or by another model, such as a teacher or a generator. What
+    a variable keeps of the step before is part of it.
+    """
+    samples = shapes.batch_size_in(failure.step)
+    unattributed = [group for group in failure.block_groups if group.category == "unattributed"]
+    groups = [group for group in unattributed if group.phase == "idle" and group.step >= failure.step - 1]
+    made = sum(group.bytes for group in groups if samples and group.largest % samples == 0)
+    if failure.step < 2:  # step 0 has what was there before the first batch, too
+        live = sum(group.bytes for group in unattributed)
+        before = live if shapes.made_before is None else shapes.made_before.get(failure.device, 0)
+        made = min(made, live - before)
+    return max(made - shapes.unclaimed_parameters(), 0)
 
 
 def find_leftovers(

@@ -24,7 +24,7 @@ from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 
 Gradients = Literal["kept", "zeroed", "dropped", "early"]
-_WORKSPACE = "library_workspace"
+_WORKSPACE, _UNATTRIBUTED = "library_workspace", "unattributed"
 _PHASE_ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
 
@@ -40,6 +40,7 @@ class Case:
         step: the run's own; None if no model or no batch was seen.
         samples: of the physical batch; None if it was not seen.
         leftovers: of earlier steps or forwards.
+        freed: the part of `made`, at the failure, that a changed program does not make.
     """
 
     failure: Failure
@@ -49,6 +50,12 @@ class Case:
     step: Step | None
     samples: int | None
     leftovers: Leftovers
+    freed: int = 0
+
+    @property
+    def made(self) -> int:
+        """The bytes that the step has made outside of the model, and that grow with its batch."""
+        return self.freed + (0 if self.step is None else self.step.made)
 
     @property
     def most_samples(self) -> int | None:
@@ -126,6 +133,11 @@ class Case:
         recorded_samples = self.shapes.batch_size_in(recorded.step) or wanted
         ratio = wanted / recorded_samples if wanted and recorded_samples else 1.0
         sizes = {name: int(size * ratio) if name in PER_SAMPLE else size for name, size in recorded.categories.items()}
+        if self.made:
+            live = sum(group.bytes for group in self.failure.block_groups if group.category == _UNATTRIBUTED)
+            made = max(sizes.get(_UNATTRIBUTED, 0) - (live - self.made), 0)
+            kept = ratio * (self.made - self.freed) / self.made
+            sizes[_UNATTRIBUTED] = sizes.get(_UNATTRIBUTED, 0) + int(made * (kept - 1))
         if _WORKSPACE in sizes:  # cuBLAS' workspace, which lives on, has one size; others grow with their operands
             live = sum(group.bytes for group in self.failure.block_groups if group.category == _WORKSPACE)
             fixed = min(live, sizes[_WORKSPACE])
@@ -176,6 +188,8 @@ class Case:
         for category, size in self.leftovers.by_category.items():
             sizes[category] -= size * ratio  # leftovers do not grow
             sizes["left_behind"] = sizes.get("left_behind", 0) + (size if with_leftovers else 0)
+        if self.made:
+            sizes[_UNATTRIBUTED] += (self.made - self.freed) * ratio - self.made
         grows = self._grows_with_batch(failure.category, failure.module, failure.op, failure.requested)
         sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (ratio if grows else 1)
         parts = {category: int(size) for category, size in sizes.items()}
@@ -248,9 +262,10 @@ class Case:
         )
         leftovers = self._leftover_part() if with_leftovers else {}
         for instant in changed.instants(n or step.samples, accumulates=accumulates):
-            phase = _PHASE_ORDER.index(instant.phase)
-            if phase < reached_phase or (phase == reached_phase and is_over(instant)):
-                continue
+            if instant.phase in _PHASE_ORDER:  # otherwise the next step begins
+                phase = _PHASE_ORDER.index(instant.phase)
+                if phase < reached_phase or (phase == reached_phase and is_over(instant)):
+                    continue
             yield replace(instant, parts={**instant.parts, **leftovers})
 
     def _grows_with_batch(self, category: str, module: str, op: str, size: int) -> bool:

@@ -45,6 +45,9 @@ class Step:
         layers: in forward order.
         resident: parameters, buffers and all else that lives through all steps.
         others: the part of it that are gradients and optimizer states of other models, by category.
+        made: what the program computes of each batch outside of the model, or by other models.
+        unused_graphs: the part of it that no backward pass frees, and that lives until the next step has made its own.
+        made_workspace: what else is live at the peak of making it, as a library's workspace.
         trained: the parameters that are trained.
         largest: those of the largest layer.
         states: the optimizer's states, once they exist.
@@ -84,6 +87,9 @@ class Step:
     keeps_gradients: bool
     clears_late: bool = False
     others: Mapping[str, int] = field(default_factory=dict)
+    made: int = 0
+    unused_graphs: int = 0
+    made_workspace: int = 0
     output: int = 0
     carried: int = 0
     logits: int = 0
@@ -127,7 +133,10 @@ class Step:
             yield from replace(self, layers=as_sampled(self.layers)).instants(n, accumulates=accumulates)
             return
         base = {"resident": self.resident, "optimizer_states": self.states, "output": self._scale(self.output, n)}
+        base["unattributed"] = self._scale(self.made, n)
         summed = {"summed_gradients": self.trained} if accumulates and self.mode else {}
+        if self.unused_graphs:
+            yield Instant("idle", "", {**summed, **self.in_call(n)})
         if self.mode in ("ghost", "fast"):
             backward = self._two_passes(n)
         elif self.mode == "flash_clip":
@@ -182,6 +191,17 @@ class Step:
             "output": self._scale(self.carried, n),
             "library_workspace": workspace,
             **self.left_in_forward(n),
+        }
+
+    def in_call(self, n: int) -> dict[str, int]:
+        """Returns what lives when the call of another model ends, with the graph of the call before."""
+        return {
+            "resident": self.resident,
+            "optimizer_states": self.states,
+            **self.left_in_forward(n),
+            "inputs": self._scale(2 * self.inputs, n),
+            "unattributed": self._scale(self.made + self.unused_graphs, n),
+            "library_workspace": self._scale(self.made_workspace, n),
         }
 
     def left_in_forward(self, n: int) -> dict[str, int]:
@@ -359,7 +379,7 @@ class Step:
         layers = [
             (layer, FlashClip(with_repeated_forward(layer, self.layers), in_registers=self.on_gpu)) for layer in calls
         ]
-        kept = counted_twice = 0
+        total, kept, kept_of_latest, counted_twice = live, 0, 0, 0
         for layer, clip in reversed(layers):
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
             own = live - max(shared, self._released_before(layer, n))
@@ -376,9 +396,18 @@ class Step:
             if cell and layer is cell[-1][0] and (first := first_formed(cell, n, self.samples)):
                 yield Instant("backward", layer.name, {**parts, **first, "activations": live - first["activations"]})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
+            if layer.is_convolution and clip.kept_calls(n) < layer.forward.calls:  # each call forms its gradients
+                one = replace(layer, forward=layer.forward.divided(layer.forward.calls))
+                norms = FlashClip(one, in_registers=self.on_gpu).norm_temporaries(n)
             workspace = self._product_workspace(clip.layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}
             yield Instant("backward", layer.name, in_norms)
+            if self.passes > 1:  # of the latest pass, whose backward comes first
+                of_latest = total - (total - own) // self.passes
+                samples = kept_of_latest + clip.new_bytes(n)
+                latest = {**in_norms, "activations": of_latest, "per_sample_gradients": samples}
+                yield Instant("backward", layer.name, latest)
+                kept_of_latest += self._kept(layer, clip, n) // (self.passes if clip.keeps_pair(n) else 1)
             after = {**parts, "activations": own - (0 if clip.keeps_pair(n) else layer.input_before(n))}
             # Autograd has saved a Linear layer's input only for the weight's gradient, which it does not form.
             yield self._layer_backward(layer, n, after if layer.module.kind == "Linear" else parts)

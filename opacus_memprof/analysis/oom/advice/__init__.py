@@ -28,6 +28,7 @@ ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.move_batches_in_turn,
     waste.split_gradients_by_hand,
     waste.evaluate_without_graph,
+    waste.call_without_graph,
     waste.run_again,
     waste.expandable_segments,
     waste.other_processes,
@@ -55,6 +56,7 @@ _WORTHWHILE = 0.02  # of the peak
 _IMPROVING_ADVISERS: tuple[Callable[[Case], Iterator[Suggestion]], ...] = (
     waste.release_models,
     waste.evaluate_without_graph,
+    waste.call_without_graph,
     waste.drop_unused_gradients,
     waste.set_gradients_to_none,
     waste.clear_before_forward,

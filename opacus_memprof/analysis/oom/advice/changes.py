@@ -171,7 +171,9 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     """
     if case.samples is None:
         return None
-    parts = [math.ceil(case.samples / count) for count in range(2, case.samples // samples_of_each(case) + 1)]
+    times = samples_of_each(case)
+    of_loader = case.samples // times
+    parts = [times * math.ceil(of_loader / count) for count in range(2, of_loader + 1)]
     sizes = {n: peak(n) for n in dict.fromkeys(parts)}
     is_drawn = case.shapes.draws_poisson and case.shapes.program.expected_samples is not None
     for spares in (case.memory.fragments, False):

@@ -6,7 +6,12 @@ from dataclasses import replace
 
 from opacus_memprof.analysis.findings import MATERIAL, largest
 from opacus_memprof.analysis.kept_memory import MANY_BATCHES, earlier_models, model_of
-from opacus_memprof.analysis.oom.advice.changes import largest_that_fits
+from opacus_memprof.analysis.oom.advice.changes import (
+    batch_action,
+    batch_code,
+    largest_that_fits,
+    samples_of_each,
+)
 from opacus_memprof.analysis.oom.advice.suggestion import BATCH, DEFECT, LINE, SETTING, Suggestion, format_sum, suggest
 from opacus_memprof.analysis.oom.failure import (
     ACTIVATIONS,
@@ -298,6 +303,56 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
                 largest=0,
             )
             return
+
+
+def call_without_graph(case: Case) -> Iterator[Suggestion]:
+    """Suggests calling models that no optimizer trains, such as a teacher, without recording graphs.
+
+    If that does not fit, a smaller physical batch is suggested with it.
+    """
+    graphs, step, n = case.shapes.untrained_graphs(), case.step, case.samples
+    freed = 0 if step is None else min(sum(each.bytes for each in graphs), step.made)
+    if step is None or n is None or freed < MATERIAL * case.peak().bytes:
+        return
+    gradients = case.shapes.untrained_gradients()
+    changed = step.with_changes(
+        made=step.made - freed,
+        unused_graphs=0,
+        resident=step.resident - gradients,
+        others={**step.others, "gradients": step.others.get("gradients", 0) - gradients},
+    )
+    without = replace(case, step=changed, freed=freed)
+    # The call still holds an operation's input and output, with a library's workspace or what its caller refers to.
+    widest = max(group.largest for group in case.failure.block_groups if group.category == "unattributed")
+    in_call = max(max(each.without or 3 * widest for each in graphs), 2 * widest + case.history.workspace_between)
+
+    def peak(samples: int) -> Instant:
+        held = {**changed.in_call(samples), "library_workspace": 0, "forward_temporaries": in_call * samples // n}
+        return max(without.peak(samples), Instant("idle", "", held), key=lambda instant: instant.bytes)
+
+    names = ", ".join(each.name for each in graphs)
+    title = f"calling {names} under torch.no_grad()"
+    code = f"with torch.no_grad():  # around each call of {names}"
+    computed = (
+        f"No optimizer trains {names}, and each call records a graph for a backward pass, which keeps "
+        f"{format_bytes(sum(each.bytes for each in graphs))}."
+    )
+    action = Action(kind="no_grad", modules=[])
+    instant = peak(case.most_samples or n)
+    yield suggest(case, instant, DEFECT, title, code, computed, action)
+    fitting = None if case.fits(instant.bytes) else largest_that_fits(without, peak)
+    if fitting is not None and step.mode:
+        yield suggest(
+            case,
+            fitting[1],
+            DEFECT,
+            f"{title}, and a physical batch of at most {format_count(fitting[0] // samples_of_each(case), 'sample')}",
+            f"{code}\n{batch_code(case, fitting[0])}",
+            computed,
+            action,
+            batch_action(case, fitting[0]),
+            largest=case.largest_block(fitting[0]),
+        )
 
 
 def _without_graph(case: Case, samples: int) -> int:
