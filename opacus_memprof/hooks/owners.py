@@ -135,7 +135,8 @@ class OwnerSearch:
     def _unclaimed_parameters(self) -> int:
         """Returns the bytes of parameters on GPUs that were made after the latest search. At the end none is known."""
         found = [each for each in gc.get_objects() if issubclass(type(each), nn.Parameter)] if self._roots() else []
-        return sum(each.nbytes for each in found if each.is_cuda and not native.owner_of(each))
+        with torch._C.DisableTorchFunctionSubclass():  # torch's expanded weights answer no question
+            return sum(each.nbytes for each in found if each.is_cuda and not native.owner_of(each))
 
     def _untrained_graphs(self) -> list[UntrainedGraphs]:
         """Returns the graphs of models that no optimizer trains, as far as a call of each has ended."""
@@ -258,7 +259,8 @@ class _AfterCall:
 def _behind_losses() -> tuple["set[_Graph]", set[nn.Parameter]]:
     """Returns the noted graphs and the parameters from which tensors of one number were computed."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    losses = [each for each in tensors if each.grad_fn is not None and each.numel() == 1]
+    with torch._C.DisableTorchFunctionSubclass():
+        losses = [each for each in tensors if each.grad_fn is not None and each.numel() == 1]
     waiting, seen = [each.grad_fn for each in losses], set[Any]()
     found, parameters = set[_Graph](), set[nn.Parameter]()
     while waiting and len(seen) < _MOST_NODES:
