@@ -33,6 +33,9 @@ void memprof_virtual_gpu_ask_without_driver(int asks) {
   virtual_gpu::asks_without_driver() = asks != 0;
 }
 
+// The devices that NVML sees.
+int memprof_virtual_gpu_present() { return virtual_gpu::present_devices(); }
+
 // The name and number of calls of the symbol at `index`, from 0; nullptr past the last one.
 const char* memprof_virtual_gpu_default(std::size_t index, std::uint64_t* calls) {
   const auto& answer = virtual_gpu::default_answers[index];

@@ -192,6 +192,7 @@ def run_virtually(
 def run_environment(configuration: PlannedConfiguration, threads: int | None) -> dict[str, str]:
     """Returns the environment variables of a run."""
     environment = dict(os.environ)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # of this machine's own GPUs
     settings = [change["value"] for change in configuration.changes if change["kind"] == "allocator_setting"]
     if settings:
         given = environment.get("PYTORCH_CUDA_ALLOC_CONF")

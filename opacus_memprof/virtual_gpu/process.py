@@ -50,7 +50,7 @@ def active() -> VirtualGpu | None:
     return _active
 
 
-def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu:
+def start(kind: str, *, memory: int | None = None, count: int = 1, of_parent: bool = False) -> VirtualGpu:
     """Gives this process virtual GPUs. Call it once, before torch is imported.
 
     Operations on small tensors compute real values (see `virtual_gpu.values`). Children that multiprocessing starts, by
@@ -60,6 +60,8 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
         kind: a key of `GPUS`.
         memory: bytes of each GPU. Default: those of its kind.
         count: the number of GPUs.
+        of_parent: whether a parent process has these virtual GPUs. Then CUDA_VISIBLE_DEVICES is the program's.
+            Otherwise it says which of this machine's own GPUs are free, and is removed.
 
     Raises:
         MemprofError: the kind is unknown, the memory or the count is out of range, this process has virtual GPUs or has
@@ -78,6 +80,8 @@ def start(kind: str, *, memory: int | None = None, count: int = 1) -> VirtualGpu
             "`opacus-memprof run --virtual-gpu`"
         )
     kernels = check_machine()
+    if not of_parent:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     _library = ctypes.CDLL(str(LIBRARIES / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(LIBRARIES / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
     properties = gpu.as_structure(kernels)
@@ -346,5 +350,6 @@ def _pass_to_children(kind: str, memory: int, count: int) -> None:
         count: the number of GPUs.
     """
     run_in_children(
-        f"from opacus_memprof import virtual_gpu; virtual_gpu.start({kind!r}, memory={memory}, count={count})"
+        "from opacus_memprof import virtual_gpu; "
+        f"virtual_gpu.start({kind!r}, memory={memory}, count={count}, of_parent=True)"
     )

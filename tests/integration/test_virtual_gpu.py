@@ -375,6 +375,33 @@ def test_without_a_start_there_is_no_gpu_and_no_crash() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Of 2 virtual GPUs: what the program names, whether or not there are as many. As torch documents it, a number that
+# occurs twice, or none, hides all.
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [("1", 1), ("3", 1), ("6,7", 2), ("0,1,2,3", 2), ("1,-1", 1), ("", 0), ("-1", 0), ("none", 0), ("1,1", 0)],
+)
+def test_a_script_sees_as_many_devices_as_it_names(named: str, seen: int) -> None:
+    code = f"""
+    import os
+    os.environ["CUDA_VISIBLE_DEVICES"] = {named!r}
+    assert torch.cuda.is_available() == ({seen} > 0)
+    for device in range({seen}):
+        assert torch.ones(3, device=f"cuda:{{device}}").sum().item() == 3
+        assert torch.cuda.get_device_properties(device).name == "NVIDIA H200"
+        assert torch.cuda.mem_get_info(device)[1] == 24 << 30
+    assert torch.cuda.device_count() == {seen}
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"  # too late, if the driver has been used
+    assert ctypes.CDLL(None).cudaSetDevice({seen}) == (101 if {seen} else 0)
+    """
+    run(code)
+
+
+@pytest.mark.parametrize("hidden", ["", "NoDevFiles", "1"])
+def test_what_this_machine_s_shell_hides_is_not_the_virtual_gpu(hidden: str) -> None:
+    run("assert torch.cuda.device_count() == 2", CUDA_VISIBLE_DEVICES=hidden)
+
+
 FORKED = """
 import os
 runtime, nvml = ctypes.CDLL(None), ctypes.CDLL("libnvidia-ml.so.1")

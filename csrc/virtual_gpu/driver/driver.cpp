@@ -125,7 +125,7 @@ CUresult CUDAAPI cuDriverGetVersion(int* version) {
 }
 
 CUresult CUDAAPI cuDeviceGetCount(int* count) {
-  *count = static_cast<int>(machine().devices.size());
+  *count = virtual_gpu::visible_devices();
   return virtual_gpu::lost_by_fork() ? ready() : CUDA_SUCCESS;
 }
 

@@ -3,8 +3,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
 
 #include "virtual_gpu/machine/common.h"
 #include "virtual_gpu/machine/limits.h"
@@ -15,6 +20,41 @@ namespace {
 
 std::atomic<bool> used = false;
 std::atomic<bool> lost = false;
+// The devices that the program sees, once it uses the driver, which does not look again.
+std::atomic<int> seen = -1;
+
+// The numbers in CUDA_VISIBLE_DEVICES up to a word that is none, as the driver reads them.
+std::vector<int> named_devices(const std::string& text) {
+  std::vector<int> named;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    char* rest = nullptr;
+    const long number = std::strtol(word.c_str(), &rest, 10);
+    if (rest == word.c_str() || number < 0 || number > 1 << 16) {
+      break;
+    }
+    if (std::find(named.begin(), named.end(), number) != named.end()) {
+      return {};
+    }
+    named.push_back(static_cast<int>(number));
+    begin = end + 1;
+  }
+  return named;
+}
+
+// The numbers of the devices that the program sees.
+std::vector<int> visible_names() {
+  std::vector<int> names;
+  if (const char* const text = std::getenv("CUDA_VISIBLE_DEVICES"); text != nullptr) {
+    names = named_devices(text);
+    names.resize(std::min(names.size(), machine().devices.size()));
+  } else {
+    names.resize(machine().devices.size());
+    std::iota(names.begin(), names.end(), 0);
+  }
+  return names;
+}
 
 }  // namespace
 
@@ -26,9 +66,28 @@ Machine& machine() {
   return *only;
 }
 
+int visible_devices() {
+  if (seen >= 0) {
+    return seen;
+  }
+  const int visible = static_cast<int>(visible_names().size());
+  if (used) {
+    seen = visible;
+  }
+  return visible;
+}
+
+int present_devices() {
+  int present = static_cast<int>(machine().devices.size());
+  for (const int name : visible_names()) {
+    present = std::max(present, name + 1);
+  }
+  return present;
+}
+
 bool usable() {
-  if (machine().devices.empty() || asks_without_driver()) {
-    return !machine().devices.empty();
+  if (visible_devices() == 0 || asks_without_driver()) {
+    return visible_devices() > 0;
   }
   used = true;
   return !lost;
@@ -46,9 +105,7 @@ int& current_device() {
   return device;
 }
 
-bool valid_device(int device) {
-  return usable() && device >= 0 && device < static_cast<int>(machine().devices.size());
-}
+bool valid_device(int device) { return usable() && device >= 0 && device < visible_devices(); }
 
 namespace {
 

@@ -22,6 +22,12 @@ struct Machine {
 // Never destroyed: threads of the program may outlive the end of main.
 Machine& machine();
 
+// The devices that the program sees: as many as CUDA_VISIBLE_DEVICES names, at most all. It may
+// name any number, since a script names the devices of the machine that it was written for.
+int visible_devices();
+// The devices that NVML sees, from which nothing hides them.
+int present_devices();
+
 // Whether the driver works in this process, which uses it from now on: it has devices and, as a
 // driver's state does not outlive a fork, no parent had used it before the fork.
 bool usable();

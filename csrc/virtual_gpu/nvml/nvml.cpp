@@ -11,6 +11,7 @@
 #include <cstring>
 
 extern "C" void memprof_virtual_gpu_ask_without_driver(int asks);
+extern "C" int memprof_virtual_gpu_present();
 
 namespace {
 
@@ -51,19 +52,20 @@ struct Pci {
 // A device's handle is its number, and not 0.
 int number(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
 
-cudaDeviceProp properties_of(void* device) {
+cudaDeviceProp properties_of(void* /*device*/) {  // all are of one kind
   const WithoutDriver asking;
-  cudaDeviceProp properties;
-  cudaGetDeviceProperties(&properties, number(device));
+  cudaDeviceProp properties{};
+  cudaGetDeviceProperties(&properties, 0);
   return properties;
 }
 
-int devices() {
+// The number that the program has for it. CUDA_VISIBLE_DEVICES gives the only one another name.
+int ordinal(void* device) {
   const WithoutDriver asking;
   int count = 0;
   cudaGetDeviceCount(&count);
   cudaGetLastError();
-  return count;
+  return number(device) < count ? number(device) : 0;
 }
 
 }  // namespace
@@ -76,13 +78,13 @@ int nvmlInitWithFlags(unsigned /*flags*/) { return kSuccess; }
 int nvmlShutdown() { return kSuccess; }
 
 int nvmlDeviceGetCount_v2(unsigned* count) {
-  *count = static_cast<unsigned>(devices());
+  *count = static_cast<unsigned>(memprof_virtual_gpu_present());
   return kSuccess;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
   *device = reinterpret_cast<void*>(static_cast<std::uintptr_t>(index) + 1);
-  return static_cast<int>(index) < devices() ? kSuccess : kNotFound;
+  return static_cast<int>(index) < memprof_virtual_gpu_present() ? kSuccess : kNotFound;
 }
 
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) {
@@ -132,9 +134,10 @@ int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
   int before = 0;
   std::size_t available = 0;
   std::size_t total = 0;
+  const int place = ordinal(device);
   const WithoutDriver asking;
   cudaGetDevice(&before);
-  cudaSetDevice(number(device));
+  cudaSetDevice(place);
   cudaMemGetInfo(&available, &total);
   cudaSetDevice(before);
   *memory = {total, available, total - available};

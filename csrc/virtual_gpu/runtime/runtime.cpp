@@ -75,7 +75,7 @@ extern "C" {
 // --- devices ---
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = virtual_gpu::usable() ? static_cast<int>(machine().devices.size()) : 0;
+  *count = virtual_gpu::usable() ? virtual_gpu::visible_devices() : 0;
   return ready();
 }
 
