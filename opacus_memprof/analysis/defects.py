@@ -166,30 +166,24 @@ def different_numbers_of_samples(run: Run) -> Iterator[Finding]:
 def missing_per_sample_gradients(run: Run) -> Iterator[Finding]:
     """Finds the reason why modules had no per-sample gradients in a step."""
     observations = [(module, seen) for module, seen in run.observed("samples_missing") if not seen["captures"]]
+    trained = [(module, seen) for module, seen in observations if seen["training"]]
+    hooked = [(module, seen) for module, seen in trained if seen.get("hooked", True)]
     causes = {
         "in eval mode, where Opacus records nothing": (
             [module for module, seen in observations if not seen["training"]],
             "call .train() of {}, or freeze it before make_private with requires_grad_(False)",
         ),
         "frozen when make_private was called, which gave hooks to trained modules alone": (
-            [module for module, seen in observations if seen["training"] and not seen.get("hooked", True)],
+            [module for module, seen in trained if not seen.get("hooked", True)],
             "call requires_grad_(True) of {} before make_private; to train it later, freeze it after make_private, and "
             "have the optimizer of the first steps without it",
         ),
         "used outside of its own forward, so that Opacus' hooks did not run": (
-            [
-                module
-                for module, seen in observations
-                if seen["training"] and seen["has_gradient"] and seen.get("hooked", True)
-            ],
+            [module for module, seen in hooked if seen["has_gradient"]],
             "call {} as a module instead of computing with its weight, as F.linear(x, layer.weight) does",
         ),
         "not reached by any gradient: not used in the forward, or not part of the loss": (
-            [
-                module
-                for module, seen in observations
-                if seen["training"] and not seen["has_gradient"] and seen.get("hooked", True)
-            ],
+            [module for module, seen in hooked if not seen["has_gradient"]],
             "freeze {} before make_private with requires_grad_(False), or use it",
         ),
     }

@@ -18,6 +18,7 @@ from opacus_memprof import cli
 from opacus_memprof.experiments import process, training
 from opacus_memprof.experiments.configuration import MODES, Configuration
 from opacus_memprof.jobs.pool import Processes
+from opacus_memprof.profiles.units import parse_size
 from tests.integration.run_scripts import python
 from tests.unit.sweep_results import out_of_memory, typed
 from tests.warm_python import ENVIRONMENT, executable
@@ -245,3 +246,18 @@ def test_the_document_s_own_categories(tmp_path: Path) -> None:
     after_forward = cpu["snapshots"][0]["categories"]
     assert after_forward["seen"] == 4 * 10 * 64 * 100
     assert after_forward["scores"] == 4 * 64 * 64  # what sigmoid returned; the product went with the method
+
+
+def test_findings_count_in_the_unit_of_the_result(tmp_path: Path) -> None:
+    """Sentence by sentence the sizes of the profile's findings, which have the unit that suits each."""
+    chosen = Configuration(mode="hooks", seq_length=64, batch_size=4, num_steps=2, warmup_steps=1, device="cpu")
+    result = training.train(chosen, tmp_path / "profile")
+    profile = json.loads((tmp_path / "profile" / "profile.json").read_text(encoding="utf-8"))
+    assert [finding.kind for finding in result.findings] == [finding["kind"] for finding in profile["findings"]] != []
+    size = re.compile(r"([\d.]+) ([KMG]iB|MB)\b")
+    for finding, written in zip(result.findings, profile["findings"], strict=True):
+        assert size.split(finding.evidence)[::3] == size.split(written["evidence"])[::3]
+        found, sizes = size.findall(finding.evidence), size.findall(written["evidence"])
+        assert {unit for _, unit in found} == {"MB"}
+        for (value, _), (other, unit) in zip(found, sizes, strict=True):
+            assert float(value) * 2**20 == pytest.approx(parse_size(f"{other} {unit}"), abs=0.011 * 2**20)
