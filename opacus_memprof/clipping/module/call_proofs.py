@@ -68,7 +68,6 @@ class CallProofs:
         self.run, self.attach = run, attach
         self.joint = JointProofs(registry.model) if registry.is_sharded else None
         self.last_situation: Situation | None = None
-        self._checked_backward = -1  # its number; -1 also where compiled autograd runs
         self.follow(registry, check)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,6 +82,7 @@ class CallProofs:
         self.registry = registry
         self.hooks.layouts, self.hooks.plain = {}, {}  # an empty batch, which proves nothing, would find earlier layers
         self._state = ModelState(registry.model)
+        self._checked_backward = -1  # its number in this process; -1 also where compiled autograd runs
         self.left = LeftByCalls(registry.model, self.hooks, self.run)
         self._structure: tuple[Any, ...]
         self._modes: tuple[Any, ...]

@@ -58,7 +58,8 @@ class GraphHooks:
         self._is_recording = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_graphs": [], "_inner": [], "_known": set(), "_sequences": set(), "_new": set()}
+        empty: dict[str, Any] = {"_graphs": [], "_inner": [], "_known": set(), "_sequences": set(), "_new": set()}
+        return {**vars(self), **empty, "_is_recording": False}
 
     def begin_call(self) -> None:
         """Called before a forward. Nodes of autograd's graph are numbered in the order in which they are made."""
@@ -70,18 +71,19 @@ class GraphHooks:
             self._is_recording = True
             self._operations.begin(with_inner=False)
 
-    def end_record(self) -> None:
-        """Called before what the program does not compute itself: a call, a backward, a step."""
+    def end_record(self) -> bool:
+        """Ends the record. Returns whether it has operations or numbers that no checked step of this model had."""
         if not self._is_recording:
-            return
+            return False
         self._is_recording = False
         is_new = self._operations.end(True)
-        latest = self._graphs[-1] if self._graphs else None
-        if latest is None or latest.batch < 2:
-            return
-        if latest.is_followed:
+        if self._graphs and self._graphs[-1].is_followed:
             self._operations.learn()
-        elif is_new:
+        return is_new
+
+    def note_new(self) -> None:
+        """Notes that the program computes something new, after the latest call of this model or of another one."""
+        if self._graphs and self._graphs[-1].is_followed is False and self._graphs[-1].batch > 1:
             self.check_next()
 
     def end_call(self, outputs: Outputs, batch: int, is_followed: bool | None) -> None:
@@ -133,7 +135,7 @@ class GraphHooks:
 
     def clear(self) -> None:
         """Forgets all calls, whose backward is over or does not count."""
-        self.end_record()
+        end_records()
         self._graphs.clear()
         self._inner.clear()
         self._new.clear()
@@ -461,9 +463,15 @@ def _begin_backward(roots: Sequence[Root], gradients: Any, inputs: Any, *, accum
 
 
 def end_records() -> None:
-    """Ends what is recorded of the program, whichever model it has called last."""
-    for owner in list(_watching):
-        owner.end_record()
+    """Called before what the program does not compute itself: a call, a backward, a step.
+
+    The model that was called last has the record. What is computed then can be of the outputs of any that waits.
+    """
+    owners = list(_watching)
+    are_new = [owner.end_record() for owner in owners]
+    if any(are_new):
+        for owner in owners:
+            owner.note_new()
 
 
 def _check_losses(losses: Sequence[Any], given: Sequence[torch.Tensor | None]) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from opacus_memprof.clipping import GradSampleModuleFlashClip
 from tests.exactness.judge import Batch, Verdict
 from tests.exactness.program import Program
 from tests.exactness.programs.left import _BOUND, Body, Train, _batches, _entropy, _run, _sums_by_hand
@@ -200,6 +201,16 @@ def _with_spread_in(steps: Collection[int]) -> Body:
         train(_entropy(out, b) / (_spread(out) if s.calls in steps else torch.ones(())))
 
     return body
+
+
+def _with_another_model(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """Another private model is called last, but the divisor is of this one's outputs."""
+    out = m(b["x"])[0]
+    s.calls = getattr(s, "calls", 0) + 1
+    if s.calls == 1:
+        s.other = GradSampleModuleFlashClip(_Features().double()) if hasattr(m, "_module") else _Features().double()
+    s.other(b["x"])
+    train(_entropy(out, b) / (_spread(out) if s.calls >= 10 else torch.ones(())))
 
 
 def _annealed(m: Any, b: Batch, train: Train, s: Any) -> None:
@@ -513,6 +524,7 @@ PROGRAMS = [
         for name, steps, body in (
             ("operation", 11, _with_spread_in((10, 11))),
             ("again", 14, _with_spread_in((10, 13, 14))),
+            ("before_another_model", 11, _with_another_model),
             ("number", 11, _with_divisor(lambda out: float(_spread(out)), 10)),
             ("of_own_function", 11, _with_divisor(lambda out: float(_spread(out)) ** 3 / 7, 10)),
         )
