@@ -3,6 +3,7 @@
 // default.
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
 
 #include "virtual_gpu/defaults/defaults.h"
@@ -35,6 +36,10 @@ void memprof_virtual_gpu_ask_without_driver(int asks) {
 
 // The devices that NVML sees.
 int memprof_virtual_gpu_present() { return virtual_gpu::present_devices(); }
+int memprof_virtual_gpu_device(int number) { return virtual_gpu::device_of(number); }
+void memprof_virtual_gpu_uuid(int number, char* text, unsigned size) {
+  std::snprintf(text, size, "%s", virtual_gpu::uuid_of(number).c_str());
+}
 
 // The name and number of calls of the symbol at `index`, from 0; nullptr past the last one.
 const char* memprof_virtual_gpu_default(std::size_t index, std::uint64_t* calls) {

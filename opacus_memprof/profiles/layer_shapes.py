@@ -8,6 +8,7 @@ names, as many as the model has modules, and the latest few thousand batch sizes
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 _BATCHES = 4096
 
@@ -357,6 +358,15 @@ class TrainingShapes:
     untrained_gradients: Callable[[], int] = lambda: 0
     unclaimed_parameters: Callable[[], int] = lambda: 0
     program: Program = Program()
+
+    def at_instant(self) -> "TrainingShapes":
+        """Returns the shapes for one instant, at which the program is searched for each answer at most once."""
+        return replace(
+            self,
+            untrained_graphs=cache(self.untrained_graphs),
+            untrained_gradients=cache(self.untrained_gradients),
+            unclaimed_parameters=cache(self.unclaimed_parameters),
+        )
 
     @property
     def weights(self) -> frozenset[int]:

@@ -397,6 +397,66 @@ def test_a_script_sees_as_many_devices_as_it_names(named: str, seen: int) -> Non
     run(code)
 
 
+FOREIGN = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+BY_UUID = """
+import os
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+def handle(function, key):
+    found = ctypes.c_void_p()
+    assert getattr(nvml, function)(key, ctypes.byref(found)) == 0
+    return found
+def text(function, handle):
+    found = ctypes.create_string_buffer(96)
+    assert getattr(nvml, function)(handle, found, 96) == 0
+    return found.value.decode()
+def uuid(device):
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+"""
+
+
+# NVML, CUDA and torch agree on what a device is called, as on a real machine.
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [
+        (FOREIGN, 1),
+        (f"{FOREIGN},GPU-0a1b2c3d-0000-1111-2222-333344445555", 2),
+        ("GPU-8932f937", 1),
+        (f"MIG-{FOREIGN}/1/0", 1),
+        (f"{FOREIGN},{FOREIGN}", 0),
+    ],
+)
+def test_a_script_names_the_gpus_of_its_own_machine_by_uuid(named: str, seen: int) -> None:
+    code = f"""
+    os.environ["CUDA_VISIBLE_DEVICES"] = {named!r}
+    assert torch.cuda.device_count() == {seen}
+    for device, name in enumerate({named!r}.split(",")[:{seen}]):
+        assert torch.ones(3, device=f"cuda:{{device}}").sum().item() == 3
+        if name.startswith("GPU-"):
+            assert uuid(device).startswith(name)
+            found = handle("nvmlDeviceGetHandleByUUID", uuid(device).encode())
+            assert text("nvmlDeviceGetName", found) == "NVIDIA H200"
+    """
+    run(BY_UUID + textwrap.dedent(code))
+
+
+def test_a_script_chooses_a_gpu_by_what_nvml_calls_it() -> None:
+    code = """
+    handles = [handle("nvmlDeviceGetHandleByIndex_v2", each) for each in range(2)]
+    names = [text("nvmlDeviceGetUUID", each) for each in handles]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(names))
+    assert torch.cuda.device_count() == 2
+    assert [uuid(0), uuid(1)] == names[::-1]
+    kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")  # NVML's second one
+    used = []
+    for each in names:
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        assert nvml.nvmlDeviceGetMemoryInfo(handle("nvmlDeviceGetHandleByUUID", each.encode()), memory) == 0
+        used.append(memory[2])
+    assert used[1] - used[0] >= 1 << 30
+    """
+    run(BY_UUID + textwrap.dedent(code))
+
+
 @pytest.mark.parametrize("hidden", ["", "NoDevFiles", "1"])
 def test_what_this_machine_s_shell_hides_is_not_the_virtual_gpu(hidden: str) -> None:
     run("assert torch.cuda.device_count() == 2", CUDA_VISIBLE_DEVICES=hidden)

@@ -36,7 +36,7 @@ from opacus_memprof.analysis.oom.failure import (
 )
 from opacus_memprof.analysis.verdict_view import failure_verdict
 from opacus_memprof.hooks import diagnosis
-from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, Program, TrainingShapes
+from opacus_memprof.profiles.layer_shapes import CaptureShape, LayerShape, Program, TrainingShapes, UntrainedGraphs
 from opacus_memprof.profiles.oom_report import OomReport
 from opacus_memprof.reports.oom import exception_note, print_oom
 from tests.unit.made_profiles import a_device, a_peak
@@ -100,6 +100,22 @@ def linear(n: int) -> TrainingShapes:
 
 def first(report: dict[str, Any]) -> dict[str, Any]:
     return report["suggestions"][0]["actions"][0]
+
+
+def test_a_report_searches_the_program_once_for_each_answer() -> None:
+    asked: list[str] = []
+    shapes = TrainingShapes(
+        untrained_graphs=lambda: asked.append("graphs") or (UntrainedGraphs("teacher", 60 * M, 2 * M, False),),  # type: ignore[func-returns-value]
+        untrained_gradients=lambda: asked.append("gradients") or 0,  # type: ignore[func-returns-value]
+        unclaimed_parameters=lambda: asked.append("parameters") or 0,  # type: ignore[func-returns-value]
+        modules={"head": LayerShape("Linear", 4 * M, M, 0, 1024, 1024, norm_sampler=True)},
+        forwards={"head": CaptureShape(8, 1, 32768, 32768, 4, True)},
+        batches=deque([(0, 8)]),
+    )
+    holdings = [holding("unattributed", 64 * M, phase="idle"), holding("model_parameters", 4 * M)]
+    report = build_report([failure(G, holdings, device_free=G // 2)], shapes)
+    assert "calling teacher under torch.no_grad()" in [each.title for each in report.suggestions]
+    assert sorted(asked) == ["gradients", "graphs", "parameters"]
 
 
 def test_the_physical_batch_that_fits() -> None:

@@ -5,9 +5,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -23,35 +24,73 @@ std::atomic<bool> lost = false;
 // The devices that the program sees, once it uses the driver, which does not look again.
 std::atomic<int> seen = -1;
 
-// The numbers in CUDA_VISIBLE_DEVICES up to a word that is none, as the driver reads them.
-std::vector<int> named_devices(const std::string& text) {
-  std::vector<int> named;
+// A word of CUDA_VISIBLE_DEVICES: a device's number, or its UUID ("GPU-...", "MIG-...").
+struct Name {
+  int number;
+  std::string uuid;
+};
+
+std::string own_uuid(int number) {
+  char text[41];
+  std::snprintf(text, sizeof text, "GPU-76697274-7561-6c20-6770-7500%08x",
+                static_cast<unsigned>(number));
+  return text;
+}
+
+bool is_named(const std::vector<Name>& names, int number) {
+  return std::any_of(names.begin(), names.end(),
+                     [&](const Name& other) { return other.number == number; });
+}
+
+// The words of CUDA_VISIBLE_DEVICES up to one that names nothing, as the driver reads them; none if
+// a device occurs twice. A UUID of another machine's device gets a number that no other word has.
+std::vector<Name> named_devices(const std::string& text) {
+  std::vector<Name> names;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     const std::string word = text.substr(begin, end - begin);
+    begin = end + 1;
+    if (word.rfind("GPU-", 0) == 0 || word.rfind("MIG-", 0) == 0) {
+      names.push_back({-1, word});
+      for (int number = 0; number < static_cast<int>(machine().devices.size()); ++number) {
+        names.back().number = own_uuid(number).rfind(word, 0) == 0 ? number : names.back().number;
+      }
+      continue;
+    }
     char* rest = nullptr;
     const long number = std::strtol(word.c_str(), &rest, 10);
     if (rest == word.c_str() || number < 0 || number > 1 << 16) {
       break;
     }
-    if (std::find(named.begin(), named.end(), number) != named.end()) {
+    names.push_back({static_cast<int>(number), ""});
+  }
+  for (std::size_t place = 0; place < names.size(); ++place) {
+    const Name& name = names[place];
+    if (std::any_of(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(place),
+                    [&](const Name& before) {
+                      return before.uuid == name.uuid && before.number == name.number;
+                    })) {
       return {};
     }
-    named.push_back(static_cast<int>(number));
-    begin = end + 1;
   }
-  return named;
+  for (Name& name : names) {
+    for (int number = 0; name.number < 0; ++number) {
+      name.number = is_named(names, number) ? -1 : number;
+    }
+  }
+  return names;
 }
 
-// The numbers of the devices that the program sees.
-std::vector<int> visible_names() {
-  std::vector<int> names;
+// The devices that the program sees.
+std::vector<Name> visible_names() {
+  std::vector<Name> names;
   if (const char* const text = std::getenv("CUDA_VISIBLE_DEVICES"); text != nullptr) {
     names = named_devices(text);
     names.resize(std::min(names.size(), machine().devices.size()));
   } else {
-    names.resize(machine().devices.size());
-    std::iota(names.begin(), names.end(), 0);
+    for (std::size_t number = 0; number < machine().devices.size(); ++number) {
+      names.push_back({static_cast<int>(number), ""});
+    }
   }
   return names;
 }
@@ -79,10 +118,34 @@ int visible_devices() {
 
 int present_devices() {
   int present = static_cast<int>(machine().devices.size());
-  for (const int name : visible_names()) {
-    present = std::max(present, name + 1);
+  for (const Name& name : visible_names()) {
+    present = std::max(present, name.number + 1);
   }
   return present;
+}
+
+std::string uuid_of(int number) {
+  std::string uuid = own_uuid(number);
+  for (const Name& name : visible_names()) {
+    if (name.number == number && name.uuid.rfind("GPU-", 0) == 0) {
+      const std::size_t size = std::min(name.uuid.size(), uuid.size());  // a beginning is enough
+      uuid.replace(0, size, name.uuid, 0, size);
+    }
+  }
+  return uuid;
+}
+
+int device_of(int number) {
+  const std::vector<Name> names = visible_names();
+  const auto found = std::find_if(names.begin(), names.end(),
+                                  [&](const Name& name) { return name.number == number; });
+  return found == names.end() ? 0 : static_cast<int>(found - names.begin());
+}
+
+int number_of(int device) {
+  const std::vector<Name> names = visible_names();
+  const auto place = static_cast<std::size_t>(device);
+  return place < names.size() ? names[place].number : device;
 }
 
 bool usable() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "virtual_gpu/machine/device.h"
@@ -23,10 +24,16 @@ struct Machine {
 Machine& machine();
 
 // The devices that the program sees: as many as CUDA_VISIBLE_DEVICES names, at most all. It may
-// name any number, since a script names the devices of the machine that it was written for.
+// name any number or UUID, since a script names the devices of the machine that it was written for.
 int visible_devices();
 // The devices that NVML sees, from which nothing hides them.
 int present_devices();
+// The number that NVML has for a device of the program.
+int number_of(int device);
+// The program's device of this number; 0 if the program does not see it.
+int device_of(int number);
+// The UUID by which CUDA_VISIBLE_DEVICES names a device of NVML, or else its own: "GPU-...".
+std::string uuid_of(int number);
 
 // Whether the driver works in this process, which uses it from now on: it has devices and, as a
 // driver's state does not outlive a fork, no parent had used it before the fork.

@@ -12,6 +12,8 @@
 
 extern "C" void memprof_virtual_gpu_ask_without_driver(int asks);
 extern "C" int memprof_virtual_gpu_present();
+extern "C" int memprof_virtual_gpu_device(int number);
+extern "C" void memprof_virtual_gpu_uuid(int number, char* text, unsigned size);
 
 namespace {
 
@@ -27,6 +29,7 @@ constexpr int kSuccess = 0;
 constexpr int kNotSupported = 3;
 constexpr int kNotFound = 6;
 constexpr int kTooSmall = 7;
+constexpr std::size_t kUuidSize = 96;  // NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 struct Memory {
   unsigned long long total, free, used;
@@ -52,20 +55,14 @@ struct Pci {
 // A device's handle is its number, and not 0.
 int number(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
 
-cudaDeviceProp properties_of(void* /*device*/) {  // all are of one kind
+// The number that the program has for it.
+int ordinal(void* device) { return memprof_virtual_gpu_device(number(device)); }
+
+cudaDeviceProp properties_of(void* device) {
   const WithoutDriver asking;
   cudaDeviceProp properties{};
-  cudaGetDeviceProperties(&properties, 0);
+  cudaGetDeviceProperties(&properties, ordinal(device));
   return properties;
-}
-
-// The number that the program has for it. CUDA_VISIBLE_DEVICES gives the only one another name.
-int ordinal(void* device) {
-  const WithoutDriver asking;
-  int count = 0;
-  cudaGetDeviceCount(&count);
-  cudaGetLastError();
-  return number(device) < count ? number(device) : 0;
 }
 
 }  // namespace
@@ -97,7 +94,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) {
 }
 
 int nvmlDeviceGetUUID(void* device, char* uuid, unsigned length) {
-  std::snprintf(uuid, length, "GPU-76697274-7561-6c20-6770-7520%08x", number(device));
+  memprof_virtual_gpu_uuid(number(device), uuid, length);
   return kSuccess;
 }
 
@@ -189,11 +186,14 @@ int nvmlDeviceGetMPSComputeRunningProcesses_v3(void* /*device*/, unsigned* count
 }
 
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
-  unsigned index = 0;
-  if (std::sscanf(uuid, "GPU-76697274-7561-6c20-6770-7520%8x", &index) != 1) {
-    return kNotFound;
+  for (int index = 0; index < memprof_virtual_gpu_present(); ++index) {
+    char known[kUuidSize];
+    memprof_virtual_gpu_uuid(index, known, sizeof known);
+    if (std::strcmp(known, uuid) == 0) {
+      return nvmlDeviceGetHandleByIndex_v2(static_cast<unsigned>(index), device);
+    }
   }
-  return nvmlDeviceGetHandleByIndex_v2(index, device);
+  return kNotFound;
 }
 
 int nvmlSystemGetCudaDriverVersion_v2(int* version) {

@@ -3,8 +3,10 @@
 // runtime_kernels.cpp.
 #include <cuda_runtime_api.h>
 
+#include <cctype>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "virtual_gpu/machine/common.h"
 #include "virtual_gpu/machine/limits.h"
@@ -109,8 +111,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   const auto& of = machine().devices[static_cast<std::size_t>(device)];
   std::memset(properties, 0, sizeof *properties);
   std::snprintf(properties->name, sizeof properties->name, "%s", of.name);
-  std::memcpy(properties->uuid.bytes, "virtual gpu\0\0\0\0", sizeof properties->uuid.bytes);
-  properties->uuid.bytes[15] = static_cast<char>(device);
+  const std::string uuid = virtual_gpu::uuid_of(virtual_gpu::number_of(device));
+  std::size_t digits = 0;
+  for (const char each : uuid.substr(std::strlen("GPU-"))) {
+    if (std::isxdigit(static_cast<unsigned char>(each)) &&
+        digits < 2 * sizeof properties->uuid.bytes) {
+      const int value = std::stoi(std::string(1, each), nullptr, 16);
+      properties->uuid.bytes[digits / 2] |= static_cast<char>(digits % 2 ? value : value << 4);
+      ++digits;
+    }
+  }
   properties->pciBusID = device + 1;
   properties->totalGlobalMem = of.total_memory;
   properties->major = of.major;

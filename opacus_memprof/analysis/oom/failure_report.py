@@ -55,6 +55,7 @@ def build_report(
         virtual: of a run on virtual GPUs, what they were and could not know.
     """
     failure = failures.read_failure(failed[-1])
+    shapes = shapes.at_instant()
     names = names or NameLists()
     names_by_id = None if replayed is None else Names(names, replayed)
     history = read_history(_device(replayed, failure.device), names_by_id, failure.step)

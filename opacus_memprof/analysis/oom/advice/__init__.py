@@ -108,7 +108,7 @@ def find_improvements(
     peak = device.peak
     if not device.steps or not peak.modules:
         return []
-    failure = _peak_as_failure(name, peak)
+    failure, shapes = _peak_as_failure(name, peak), shapes.at_instant()
     history = read_history(replayed, names, device.steps[-1].step + 1)
     nothing = Leftovers()
     step = estimate_step(failure, shapes, history, nothing)
