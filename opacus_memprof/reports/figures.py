@@ -168,8 +168,11 @@ def _translate(figure: "Figure") -> None:
 
 
 def translated(text: str) -> str:
-    """Returns the text in the current language, if a font has its characters."""
-    if current_language() == "en" or len(_font_families()) == 1:
+    """Returns the text in the current language, if a font has its characters; otherwise says once that none has."""
+    if current_language() == "en":
+        return text
+    if len(_font_families()) == 1:
+        _say_glyphs_are_missing()
         return text
     return tr_sentence(tr(text), least_words=1)
 
@@ -196,7 +199,7 @@ def _missing_glyphs_named() -> Iterator[None]:
 @functools.cache
 def _say_glyphs_are_missing() -> None:
     said = tr(
-        "a picture has names in characters that no font here has: install a font that has them, such as Debian's "
+        "no font here has some characters of the words in a picture: install a font that has them, such as Debian's "
         "package fonts-noto-cjk, and draw it again"
     )
     print(f"opacus-memprof: {said}", file=sys.stderr)

@@ -49,7 +49,7 @@ def privacy_sentence(sentence: str) -> str:
     said, first, why = sentence.removesuffix(".").partition(", first: ")
     if not re.match(r"\w+ on \S+; ", said):
         return tr_sentence(sentence)  # that it could not be read
-    parts = [tr(", ").join(map(tr_sentence, re.split(", (?=[a-z])", part))) for part in said.split("; ")]
+    parts = [tr(", ").join(map(tr_sentence, re.split(", (?!because)(?=[a-z])", part))) for part in said.split("; ")]
     if first:
         known = (tr_sentence(end, least_words=2) for end in (f"{why}.", why))  # some refusals end with a point
         reason = next((each for each in known if not each.startswith(why)), why)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from opacus_memprof.errors import MemprofError
+from opacus_memprof.language import in_language
 from opacus_memprof.reports import figures
 from opacus_memprof.reports.figures import THEMES, category_color
 
@@ -156,6 +157,17 @@ def test_characters_without_a_glyph_are_named_once(
     monkeypatch.setattr(figures, "_font_families", lambda: ["DejaVu Sans"])
     figures._say_glyphs_are_missing.cache_clear()
     assert (draw(tmp_path / "a.png", "模型") == draw(tmp_path / "b.png", "梯度")).all()
+    assert capsys.readouterr().err.count("fonts-noto-cjk") == 1
+
+
+def test_titles_that_stay_english_for_want_of_a_font_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "_font_families", lambda: ["DejaVu Sans"])
+    figures._say_glyphs_are_missing.cache_clear()
+    with in_language("zh"):
+        for name in ("a.png", "b.png"):
+            draw(tmp_path / name, "More than vanilla")
     assert capsys.readouterr().err.count("fonts-noto-cjk") == 1
 
 

@@ -635,6 +635,13 @@ def test_a_privacy_check_is_said_in_chinese_part_by_part() -> None:
         assert privacy_sentence('ghost on Net; nothing was proved (check="off").') == (
             'Net 使用 ghost；没有做任何证明（check="off"）。'
         )
+        virtual = (
+            "ghost on Net; nothing was proved, because a virtual GPU does not compute large tensors: "
+            "train some steps on a real device."
+        )
+        assert privacy_sentence(virtual) == (
+            "Net 使用 ghost；没有做任何证明，因为虚拟 GPU 不计算大张量：请在真实设备上训练几步。"
+        )
 
 
 def test_what_categories_mean_is_wholly_chinese() -> None:
