@@ -167,13 +167,13 @@ class Lockstep:
         self._settle(None, True)
 
     def end(self, error: Exception | None) -> None:
-        """Ends the forwards of this rank.
+        """Says that this rank runs no more forwards, and waits until the other ranks say so.
 
         Args:
-            error: why they ended, which this rank raises.
+            error: the error that ended them, which is raised here; None if they ended as planned.
 
         Raises:
-            MemprofError: the other ranks do not end here, or had an error.
+            MemprofError: another rank begins a further forward, or had an error.
         """
         if not self._is_over:
             self._settle(error, False)

@@ -34,7 +34,7 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def _format_time_left(task: Task) -> str:
-    """Returns "" when all runs have ended."""
+    """Returns the time left as text, such as "about 0:00:16 left"; "" when all runs have ended."""
     if task.total and task.completed >= task.total:
         return ""
     left = time_left(task.elapsed or 0.0, task.fields["at_last"], int(task.completed), int(task.total or 0))

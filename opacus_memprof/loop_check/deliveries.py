@@ -84,11 +84,11 @@ class Deliveries:
         return [each for each in self._recent if any(_is_part(x, y) for y in each.tensors for x in mine)]
 
     def check(self, steps: int, calls: list[Call], optimizer: Any, samples: int) -> None:
-        """Checks a step, which the accountant has counted.
+        """Looks for a step whose epsilon does not hold: other batches than the loader drew, or a wrong accountant.
 
         Args:
             steps: the number of steps of this optimizer, with this one.
-            calls: the calls of the step.
+            calls: the model's calls in this step, with the batches that their inputs come from.
             optimizer: the private optimizer.
             samples: how many samples were clipped.
         """

@@ -179,7 +179,7 @@ class Step:
         return self.trained if self.keeps_gradients and not self.drops_gradients else 0
 
     def _forward(self, n: int) -> dict[str, int]:
-        """Returns the parts of the forward pass' peak, as far as they are known."""
+        """Returns the parts of the forward pass' peak with n samples, in bytes."""
         captured = sum(layer.captured for layer in self.layers) if self.mode == "flash_clip" else 0
         live = self._scale(max(self.forward_peak - captured, 0) + self.inputs, n)
         workspace = 0

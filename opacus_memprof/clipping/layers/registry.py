@@ -104,9 +104,11 @@ def sharded_layer(name: str, module: nn.Module, trainable: Sequence[str]) -> Lay
 
 
 def refuse_repetition(layer: Layer, reason: str = "") -> None:
-    """Raises MemprofError, because the layer's parameters are gone when its forward would be repeated.
+    """Refuses a layer whose forward would be repeated in backward, when FSDP2 has freed its parameters.
 
-    `reason` is a sentence that says why it would be.
+    Args:
+        layer: the layer.
+        reason: a sentence on why its forward would be repeated.
 
     Raises:
         MemprofError: always.

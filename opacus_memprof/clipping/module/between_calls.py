@@ -125,14 +125,14 @@ class Parts:
         self._is_too_small = False
 
     def pause(self) -> None:
-        """Stops to follow what the program computes, because it calls the model."""
+        """Stops following what the program computes, because it calls the model."""
         if self._modes:
             release()
         for mode in self._all_modes():
             mode.leave()
 
     def pause_all(self) -> None:
-        """Stops to follow what the program does not compute itself, for other models, too."""
+        """Stops following the program, for other models as well, while something else computes."""
         self.pause()
         for mode in following_modes():
             if isinstance(mode, OtherSamples):
@@ -141,12 +141,12 @@ class Parts:
                     self._of_models.append(mode)
 
     def resume_all(self) -> None:
-        """Goes on after that."""
+        """Follows the program again after `pause_all`."""
         self._follow_by_others()
         self.resume()
 
     def begin_call(self, is_off: bool) -> None:
-        """Stops to follow what the program computes, because it calls the model.
+        """Stops following what the program computes, because it calls the model.
 
         Other models' modes do not follow a call that is proved not to mix samples: its operations are those of a proof.
         Where no loss is to come any more, they end: their training may have, too.

@@ -453,7 +453,11 @@ def _end_following() -> None:
 
 
 def _begin_backward(roots: Sequence[Root], gradients: Any, inputs: Any, *, accumulates: bool) -> list[Any]:
-    """Called before each backward of the program. Returns handles of hooks, which are removed after it."""
+    """Checks the losses of a backward that the program begins, and tells the models that wait for one.
+
+    Returns:
+        Handles of the hooks that these models need during it, to be removed after it.
+    """
     if torch._C._current_graph_task_id() != -1:
         return []
     end_records()

@@ -139,7 +139,7 @@ class DPOptimizerFlashClipDDP(DPOptimizerFlashClip):
         self._assign_rounded()
 
     def _assign_rounded(self) -> None:
-        """Assigns the gradients that could not be rounded before they were added up."""
+        """Rounds the gradients that were added up over the ranks to the parameters' dtype, and assigns them."""
         for parameter in self.params:
             if not self._is_final(parameter):
                 self._assign_gradient(parameter)

@@ -162,7 +162,7 @@ def scatter(sums: Iterator[Sum]) -> Iterator[Sum]:
 
 
 def _together(sums: Iterator[Sum]) -> Iterator[list[Sum]]:
-    """Yields sums that are sent together. Holds no reference to a sum after its list was emptied."""
+    """Yields lists of sums to send together. A sum that the caller pops from a list is referred to nowhere here."""
     some: list[Sum] = []
     alike, size = None, 0
     for parameter, total in sums:

@@ -84,7 +84,7 @@ class ModelState:
         )
 
     def held_tensors(self) -> list[torch.Tensor]:
-        """Returns the tensors in attributes, and in variables that methods and hooks name."""
+        """Returns the tensors in attributes of modules, and in variables that their methods and hooks use."""
         return [x for x in self._attributes.tensors.held() if isinstance(x, torch.Tensor)]
 
     def held_numbers(self) -> list[tuple[dict[str, Any], str]]:
@@ -92,7 +92,7 @@ class ModelState:
         return [(d, key) for d in self._dicts for key, value in d.items() if type(value) is float]
 
     def settle(self) -> None:
-        """Ends a forward: tensors that it has changed itself are not part of the situation of the next one."""
+        """Ends a forward: what it wrote into tensors of the model does not count as a change by the program."""
         self._attributes.tensors.settle()
 
     def _hooks_of_users(self) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class RowRecorder:
         self.records: list[Record] = []
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does the same as `Bookkeeping.add`."""
+        """Records the data that reaches one layer in backward. The arguments are those of `Bookkeeping.add`."""
         found: dict[str, list[Rows]] = {"input": [], "gradient": [], "own": []}
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             found[kind].append(Rows.of(tensor, self.computed_in))
@@ -160,7 +160,7 @@ class ManyRecorder:
         self.rows.add(x)
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does the same as `Bookkeeping.add`."""
+        """Records the data that reaches one layer in backward. The arguments are those of `Bookkeeping.add`."""
         for kind, tensor in _recorded(layer, x, g, self.workspace):
             self.note(layer, kind, tensor)
 
@@ -197,7 +197,7 @@ class SumRecorder:
     refusal = KeptRefusal()
 
     def add(self, layer: Layer, x: Any, g: Any, forward: int) -> None:
-        """Does the same as `Bookkeeping.add`."""
+        """Adds the sums of one layer's backward. The arguments are those of `Bookkeeping.add`."""
         dtype = g[0].dtype if isinstance(layer, GenericLayer) else g.dtype
         for parameter, total in layer.sums_of_backward(x, g, self.weights, None, self.workspace).items():
             known = self.sums.get(parameter)
