@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains tests.estimated_models on a virtual GPU in each mode, and once in the mode hooks with too little memory.
 
-Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, and the requested peak of
-the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results (adopt_grad_samples).
+Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, which is profiled, and the
+requested peak of the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results (adopt_grad_samples).
 
 For one of them also by changes of the training, such as checkpoints, in the modes hooks and flash_clip: their code is
 executed as it is printed.
@@ -11,11 +11,11 @@ executed as it is printed.
 import gc
 import importlib
 import json
+import math
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from opacus_memprof import virtual_gpu
 
@@ -93,24 +93,32 @@ def train(chosen: EstimatedModel, mode: str, change: Change | None = None) -> No
         optimizer.zero_grad(mode == "flash_clip")
 
 
-def peak(chosen: EstimatedModel, mode: str, limit: int | None = None, change: Change | None = None) -> int:
-    """The requested peak of a run, which is to run out of memory under a limit."""
+def start(limit: float) -> None:
+    """Frees what an earlier run has left, and lets the next one have so many bytes."""
     empty_caches()
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / total)
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "out"
-        failed = False
-        with opacus_memprof.profile(out, device="cuda"):
-            try:
-                train(chosen, mode, change)
-            except torch.OutOfMemoryError:
-                failed = True
-        assert failed == (limit is not None)
-        profile: dict[str, Any] = json.loads((out / "profile.json").read_text())
-    return int(profile["devices"]["cuda:0"]["peak"]["requested_bytes"])
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+
+
+def peak(chosen: EstimatedModel, mode: str, change: Change | None = None) -> int:
+    """The requested peak of a run without the profiler, as torch counts it."""
+    start(math.inf)
+    torch.cuda.reset_peak_memory_stats()
+    train(chosen, mode, change)
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+
+
+def run_out_of_memory(chosen: EstimatedModel, mode: str, needed: int) -> None:
+    """Runs it under the profiler with less memory than it needs."""
+    start(LIMIT * needed)
+    with tempfile.TemporaryDirectory() as directory, opacus_memprof.profile(Path(directory) / "out", device="cuda"):
+        try:
+            train(chosen, mode)
+        except torch.OutOfMemoryError:
+            return
+    raise AssertionError(f"{LIMIT} of the peak was enough")
 
 
 def predicted_peak(case: Case, mode: str) -> int:
@@ -126,10 +134,10 @@ def predicted_peak(case: Case, mode: str) -> int:
 def compare_changes(name: str, mode: str, cases: list[Case]) -> dict[str, list[int]]:
     """By change, the predicted peak and that of the run with it."""
     chosen = MODELS[name]
-    peak(chosen, mode, int(LIMIT * peak(chosen, mode)))
+    run_out_of_memory(chosen, mode, peak(chosen, mode))
     changes = training.training_changes(cases[-1])
     return {
-        change.actions[0].kind: [training.peak_with(cases[-1], [change]).bytes, peak(chosen, mode, change=change)]
+        change.actions[0].kind: [training.peak_with(cases[-1], [change]).bytes, peak(chosen, mode, change)]
         for change in changes
     }
 
@@ -142,7 +150,7 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         chosen = MODELS[name]
         peaks = {mode: peak(chosen, mode) for mode in chosen.modes}
-        peak(chosen, "hooks", int(LIMIT * peaks["hooks"]))
+        run_out_of_memory(chosen, "hooks", peaks["hooks"])
         row = {mode: [predicted_peak(cases[-1], mode), size] for mode, size in peaks.items()}
         changes = {mode: compare_changes(name, mode, cases) for mode in ("hooks", "flash_clip") if name == CHANGED}
         print(json.dumps({"model": name, "peaks": row, "changes": changes}), file=sys.__stdout__, flush=True)
