@@ -22,22 +22,8 @@ from tests.planted_faults import (
     sessions,
     situations,
 )
-from tests.planted_faults.fault import Fault
+from tests.planted_faults.fault import Fault, faults_of
 
-FAULTS: list[Fault] = [
-    *clipping.FAULTS,
-    *gradients.FAULTS,
-    *rounding.FAULTS,
-    *noise_and_steps.FAULTS,
-    *parts.FAULTS,
-    *ranks.FAULTS,
-    *proof.FAULTS,
-    *situations.FAULTS,
-    *interface.FAULTS,
-    *loops.FAULTS,
-    *findings.FAULTS,
-    *planning.FAULTS,
-    *profiler.FAULTS,
-    *reports.FAULTS,
-    *sessions.FAULTS,
-]
+_LISTS = (clipping, gradients, rounding, noise_and_steps, parts, ranks, proof, situations, interface, loops)
+_LISTS += (findings, planning, profiler, reports, sessions)
+FAULTS: list[Fault] = [fault for each in _LISTS for fault in faults_of(each.FAULTS)]

@@ -34,7 +34,11 @@ _LONGEST = 600  # seconds
 def main() -> int:
     """Plants the chosen faults. Returns 0 if all of them are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="plant faults whose name or path contains any of these")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        help="plant faults whose name or path contains any of these (a name is its sentence with underscores)",
+    )
     parser.add_argument("--cuda", action="store_true", help="also plant faults whose tests need a GPU")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each of which plants a part of the faults")
@@ -67,7 +71,7 @@ def _plant_all(faults: list[Fault]) -> int:
             start = time.perf_counter()
             outcome, detail = plant(Path(folder), fault)
             counts[outcome] += 1
-            print(f"{outcome:8} {fault.name:44} {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
+            print(f"{outcome:8} {fault.name[:79]:80} {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), flush=True)
     return int(counts["caught"] < len(faults))
 
@@ -104,7 +108,7 @@ def plant(tree: Path, fault: Fault) -> tuple[str, str]:
     outcome = {0: "survived", 1: "caught"}.get(done.status, "broken")
     if outcome == "broken":
         return outcome, done.printed[-400:]
-    return outcome, done.first_failure().rpartition("::")[2] or fault.why
+    return outcome, done.first_failure().rpartition("::")[2]
 
 
 def run_with(tree: Path, name: str, planted: str, tests: Iterable[str], longest: float = _LONGEST) -> "Result":

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault that can be planted in the package."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+Texts = dict[str, list[tuple[str, str, str, str | tuple[str, ...]]]]
+"""By file, in the package: for each fault what is wrong, ``before``, ``after``, and the test or tests that must fail.
+
+A test is the name of a program of tests/exactness, or ``folder/file::test`` without ``tests/``, ``test_`` and ``.py``.
+"""
 
 
 @dataclass(frozen=True)
@@ -12,29 +20,28 @@ class Fault:
     """A fault, as the replacement of a text in a source file.
 
     Attributes:
-        name: unique.
-        file: the file, in the folder ``room`` of the package.
+        why: what is wrong then.
+        path: the file, from the project's root.
         before: the text, which occurs once in the file.
         after: what replaces it.
-        why: what is wrong then.
         tests: the tests that must fail, as pytest takes them.
-        needs_cuda: whether they need a GPU.
-        room: the folder; "." is the package itself.
     """
 
-    name: str
-    file: str
+    why: str
+    path: str
     before: str
     after: str
-    why: str
     tests: tuple[str, ...]
-    needs_cuda: bool = False
-    room: str = "clipping"
 
     @property
-    def path(self) -> str:
-        """The file, from the project's root."""
-        return Path("opacus_memprof", self.room, self.file).as_posix()
+    def name(self) -> str:
+        """What is wrong, in lower case and with underscores: unique."""
+        return re.sub(r"\W+", "_", self.why.lower()).strip("_")
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether the tests need a GPU."""
+        return any(test.startswith("tests/gpu/") for test in self.tests)
 
     def source(self) -> str:
         """Returns the file without the fault."""
@@ -53,26 +60,24 @@ class Fault:
         return source.replace(self.before, self.after)
 
 
-def programs(*names: str) -> tuple[str, ...]:
-    """Returns the tests of programs of tests/exactness."""
-    return tuple(f"tests/exactness/test_programs.py::test_outcome[{name}]" for name in names)
+def faults_of(texts: Texts) -> list[Fault]:
+    """Returns the faults that are listed so."""
+    return [
+        Fault(
+            why,
+            f"opacus_memprof/{file}",
+            before,
+            after,
+            tuple(map(_test, [tests] if isinstance(tests, str) else tests)),
+        )
+        for file, listed in texts.items()
+        for why, before, after, tests in listed
+    ]
 
 
-def integration(*tests: str) -> tuple[str, ...]:
-    """Returns tests in tests/integration, given as ``file::test`` without ``test_`` and ``.py``."""
-    return _in("tests/integration", tests)
-
-
-def unit(*tests: str) -> tuple[str, ...]:
-    """Returns tests in tests/unit, given as ``file::test`` without ``test_`` and ``.py``."""
-    return _in("tests/unit", tests)
-
-
-def plugin(*tests: str) -> tuple[str, ...]:
-    """Returns tests in tests/plugin, given as ``file::test`` without ``test_`` and ``.py``."""
-    return _in("tests/plugin", tests)
-
-
-def _in(folder: str, tests: tuple[str, ...]) -> tuple[str, ...]:
-    files = [(file, test) for file, _, test in (each.partition("::") for each in tests)]
-    return tuple(f"{folder}/test_{file}.py" + (f"::test_{test}" if test else "") for file, test in files)
+def _test(short: str) -> str:
+    file, _, test = short.partition("::")
+    if "/" not in file:
+        return f"tests/exactness/test_programs.py::test_outcome[{short}]"
+    folder, _, name = file.rpartition("/")
+    return f"tests/{folder}/test_{name}.py" + (f"::test_{test}" if test else "")

@@ -154,7 +154,7 @@ def tests_of(file: str, count: int) -> tuple[str, ...]:
     Returns:
         the tests, as pytest takes them.
     """
-    listed = [test for fault in FAULTS if f"clipping/{fault.file}" == file for test in fault.tests]
+    listed = [test for fault in FAULTS if fault.path == f"opacus_memprof/{file}" for test in fault.tests]
     target = ROOT / "opacus_memprof" / file
     words = [set(re.split("_", part)) for part in target.relative_to(ROOT / "opacus_memprof").with_suffix("").parts]
 

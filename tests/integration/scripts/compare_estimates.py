@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains tests.estimated_models on a virtual GPU in each mode, and once in the mode hooks with too little memory.
 
-Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, which is profiled, and the
-requested peak of the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results (adopt_grad_samples).
+Prints a line of JSON for each model: by mode, the peak that is predicted from the failed run, which is profiled, and
+torch's requested peak of the run in that mode. The mode "adopted" is hooks, where Opacus keeps the samplers' results
+(adopt_grad_samples).
 
 For one of them also by changes of the training, such as checkpoints, in the modes hooks and flash_clip: their code is
 executed as it is printed.
