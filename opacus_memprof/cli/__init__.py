@@ -36,7 +36,8 @@ def _refusals_in_language() -> Iterator[None]:
         yield
     except Exception as error:
         if hasattr(error, "format_message"):
-            message = tr_usage(error.format_message())
+            # Pydantic, by which typer 0.29 reads values, calls each refusal of a choice a value error.
+            message = tr_usage(error.format_message().replace(": Value error, ", ": "))
             error.format_message = lambda: message
         raise
 

@@ -6,6 +6,8 @@ Their files must be on a disk that both the workers and this process see.
 
 import contextlib
 import importlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
@@ -128,6 +130,8 @@ def _imported(path: str) -> Executor:
             f"{path!r} is not an executor: choose local, submitit, dask, ray, or module:callable, which returns a "
             "concurrent.futures.Executor"
         )
+    if (here := os.getcwd()) not in sys.path:  # an installed command has its own folder there, `python -m` this one
+        sys.path.insert(0, here)
     found: Any = importlib.import_module(module)
     for attribute in attributes.split("."):
         found = getattr(found, attribute)

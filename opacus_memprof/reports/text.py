@@ -261,7 +261,8 @@ def print_unattributed(parts: Sequence[Part], console: Console) -> None:
     formatted = column_format(part.bytes for part in parts)
     for part in parts:
         size = formatted(part.bytes)
-        table.add_row(escape(shorten_name(part.name, 48)), size, part.share, style="dim" if part.is_rest else None)
+        name = tr_sentence(part.name) if part.is_rest else shorten_name(part.name, 48)
+        table.add_row(escape(name), size, part.share, style="dim" if part.is_rest else None)
     console.print()
     console.print(table)
 

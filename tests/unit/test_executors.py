@@ -132,6 +132,14 @@ def test_what_is_not_an_executor_is_refused_in_a_sentence(name: str, message: st
         executor_of(name)
 
 
+def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_pool.py").write_text("from concurrent.futures import ThreadPoolExecutor as make\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    with executor_of("my_pool:make") as executor:
+        assert executor.submit(abs, -1).result() == 1
+
+
 @pytest.mark.parametrize("name", ["dask", "ray"])
 def test_schedulers(name: str, tmp_path: Path) -> None:
     module = {"dask": "distributed"}.get(name, name)

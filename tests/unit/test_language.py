@@ -25,14 +25,14 @@ from typer import rich_utils
 import opacus_memprof
 from opacus_memprof import cli, language
 from opacus_memprof.analysis.diff import GrowthLimit, compare_virtual, diff_profiles, dp_tax, exceeded_limits
-from opacus_memprof.analysis.profile_view import view_profile
+from opacus_memprof.analysis.profile_view import unattributed_parts, view_profile
 from opacus_memprof.errors import MemprofError
 from opacus_memprof.language import in_language, set_language, tr
 from opacus_memprof.profiles.categories import CATEGORIES
 from opacus_memprof.profiles.profile import VirtualGpus
 from opacus_memprof.reports.diff import diff_markdown, print_diff, print_tax
 from opacus_memprof.reports.oom import print_oom
-from opacus_memprof.reports.text import print_report, privacy_sentence
+from opacus_memprof.reports.text import print_report, print_unattributed, privacy_sentence
 from opacus_memprof.running.program import print_exception
 from opacus_memprof.toolkit import anomalies, output, readings, snapshots
 from tests.unit.test_summary import out_of_memory, private_profile
@@ -617,6 +617,14 @@ def test_columns_stand_under_one_another_in_chinese() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("按类别占用"))
     assert len({cell_len(line.rstrip()) for line in lines[at : at + 2]}) == 1
     assert max(map(cell_len, lines)) <= 80
+
+
+def test_unattributed_bytes_without_a_line_are_said_in_chinese() -> None:
+    said = io.StringIO()
+    with in_language("zh"):
+        parts = unattributed_parts({"unattributed": 1000}, {"a.py:1": 900}, 2000)
+        print_unattributed(parts, Console(file=said, width=80))
+    assert re.findall("[A-Za-z]{2,}", said.getvalue()) == ["py"]
 
 
 def test_a_privacy_check_is_said_in_chinese_part_by_part() -> None:
