@@ -73,6 +73,7 @@ class PlannedRuns:
 
     Attributes:
         kept: number of runs that were in the directory.
+        is_elsewhere: whether an executor runs them.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class PlannedRuns:
         self.workers = workers
         self._on_end = on_end
         self._executor = executor
+        self.is_elsewhere = executor is not None
         self._journal = Journal(directory / PLANNED_RUNS)
         self._known = self._read_known()
         self.kept = len(self._known)
@@ -185,9 +187,22 @@ class PendingRuns(Generic[Key]):
         self._jobs.add((key, configuration), self._runs.start(configuration))
 
     def as_completed(self) -> Iterator[tuple[Key, VirtualRun]]:
-        """Yields each run as it ends, including runs that are added meanwhile."""
+        """Yields each run as it ends, including runs that are added meanwhile.
+
+        Raises:
+            MemprofError: a run cannot begin, or the executor's workers died whenever they were to run it.
+        """
         for (key, configuration), job in self._jobs.as_completed():
-            run = job.result()
+            try:
+                run = job.result()
+            except Exception as error:
+                if isinstance(error, MemprofError) or not self._runs.is_elsewhere:
+                    raise
+                reason = (str(error).splitlines() or [""])[0].rstrip(".")
+                raise MemprofError(
+                    f"workers of the executor could not run the program ({type(error).__name__}: {reason}): see what "
+                    "they have logged, or plan with --executor local"
+                ) from error
             self._runs.keep(configuration, run)
             yield key, run
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,24 @@ def test_a_plan_s_runs_go_to_the_executor(tmp_path: Path) -> None:
         (run,) = runs.all([configuration])
     assert [content for content, _ in submitted] == [configuration.to_json()]
     assert run.status == "failed"
+
+
+def test_a_plan_whose_workers_always_die_ends_in_a_sentence(tmp_path: Path) -> None:
+    class Dying(Executor):
+        def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+            ended: Future[Any] = Future()
+            ended.set_exception(BrokenExecutor("a worker was terminated.\nMore."))
+            return ended
+
+    (tmp_path / "train.py").touch()
+    configuration = PlannedConfiguration(PlannedProgram(str(tmp_path / "train.py")), "h200")
+    with (
+        open_runs(
+            tmp_path / "plan", resume=False, on_end=lambda *end: None, executor=PersistentExecutor(Dying)
+        ) as runs,
+        pytest.raises(MemprofError, match=r"program \(BrokenExecutor: a worker was terminated\): see what they have"),
+    ):
+        runs.all([configuration])
 
 
 def test_commands_refuse_unknown_executors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
