@@ -59,7 +59,9 @@ CATEGORIES: Final = (
     ),
     Category("optimizer_states", "#434e92", "what the optimizer keeps from step to step, such as Adam's moments"),
     Category("gradients", "#5c8ce3", "p.grad"),
-    Category("unsharded_gradients", "#2103fe", "their gradients, until FSDP2 has scattered them", core=False),
+    Category(
+        "unsharded_gradients", "#2103fe", "gradients of whole parameters, until FSDP2 has scattered them", core=False
+    ),
     # forward's
     Category("dataset", "#0e7e43", "tensors of the data set that a DataLoader draws from", core=False),
     Category("inputs", "#b6dcac", "the batch", per_sample=True),
