@@ -36,7 +36,8 @@ def observe_bookkeeping(attachment: Attachment) -> None:
     attachment.observe("opacus_memprof.clipping.proof.probe:Probe._choose_ways", _observe_trial)
     for name in ("prove", "recheck"):
         attachment.observe(f"opacus_memprof.clipping.proof.situations:Situations.{name}", _observe_proof)
-    attachment.observe("opacus_memprof.clipping.module.other_samples:OtherSamples._run", _observe_other_samples)
+    for name in ("_run", "note_read"):
+        attachment.observe(f"opacus_memprof.clipping.module.other_samples:OtherSamples.{name}", _observe_other_samples)
     attachment.observe("opacus_memprof.clipping.module.calls:ExplainedSteps.check", _observe_comparison)
     attachment.observe("opacus_memprof.clipping.proof.explanation:copied", _observe_copies)
     attachment.observe("opacus_memprof.clipping.proof.explanation:RecordedForward.add", _observe_gradients)
@@ -57,7 +58,10 @@ def _observe_trial(*_: Any) -> CallHook:
 
 
 def _observe_other_samples(*_: Any) -> CallHook:
-    """Observes what is computed beside the program, for other samples. Some of it stays until the next call."""
+    """Observes what is computed beside the program, for other samples, and copies of numbers that the program reads.
+
+    Some of it stays until the next call.
+    """
     with _TAG:
         yield
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from opacus import PrivacyEngine
+from torch.utils.data import DataLoader, TensorDataset
 
 import opacus_memprof
 from tests import models
@@ -64,3 +65,25 @@ def test_unattributed_at_the_peak(model: Model, mode: str, device: str, tmp_path
     table.append(f"| {device} | {model} | {mode} | {requested / 2**20:.2f} MiB | {unexplained / requested:.2%} |")
     assert sum(categories.values()) == requested > 0
     assert unexplained <= 0.001 * requested, {name: size for name, size in categories.items() if size}
+
+
+def test_copies_of_numbers_that_the_program_reads_are_flash_clip_s(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(256, 256)
+    size = sum(parameter.nbytes for parameter in layer.parameters())
+    copied = []
+    with opacus_memprof.profile(tmp_path / "profile", device="cpu") as session:
+        model, optimizer, loader = opacus_memprof.PrivacyEngine().make_private(
+            module=layer, optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.ones(32, 256)), batch_size=8),
+            noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode="flash_clip", poisson_sampling=False,
+        )  # fmt: skip
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean(1).mean().backward()
+            optimizer.step()
+            before = session.breakdown()["cpu"]
+            arrays = [value.numpy() for value in layer.state_dict().values()]
+            after = session.breakdown()["cpu"]
+            assert after.get("unattributed", 0) <= before.get("unattributed", 0), arrays
+            copied.append(after.get("temp_matrices", 0) - before.get("temp_matrices", 0))
+    assert size in copied  # in steps that are checked
