@@ -256,13 +256,16 @@ class _Judge:
         settings = self.settings
         tolerance = settings.tolerance or TOLERANCE[settings.autocast or settings.dtype]
         is_rounded = settings.dtype != torch.float64 and not settings.is_random
-        own = list(self._by_hand(private, settings.dtype)) if is_rounded else []
+        own: list[tuple[list[float], Sums]] = []
         keeps_dtype = settings.is_random or settings.autocast is not None
         exact = self._by_hand(private, settings.dtype if keeps_dtype else torch.float64)
         worst = Verdict("exact")
         for number, by_hand in enumerate(exact):
             error = self._error((private.norms[number], private.sums[number]), by_hand)
-            allowed = max(tolerance, 3 * self._error(own[number], by_hand)) if own else tolerance
+            allowed = tolerance
+            if not error <= tolerance and is_rounded:
+                own = own or list(self._by_hand(private, settings.dtype))
+                allowed = max(tolerance, 3 * self._error(own[number], by_hand))
             if not error <= allowed:
                 return Verdict("wrong", error, f"{error:.3g} off in step {number}", number)
             worst = replace(worst, error=max(worst.error, error))

@@ -15,12 +15,15 @@ def _linear() -> nn.Module:
     return nn.Linear(8, 4, bias=False)
 
 
-def _equal(batches: int, size: int, scale: float = 1.0) -> Callable[[], list[Step]]:
-    """Samples with the same gradient, up to the squares in the loss."""
+def _equal(*sizes: int, scale: float = 1.0) -> Callable[[], list[Step]]:
+    """Samples with the same gradient, up to the squares in the loss, in physical batches of these sizes."""
 
     def steps() -> list[Step]:
-        x = torch.ones(size, 8, dtype=torch.float64)
-        return [Step([{"x": x, "scale": torch.full((size,), scale, dtype=torch.float64)}] * batches)]
+        x, scales = (
+            torch.ones(max(sizes), 8, dtype=torch.float64),
+            torch.full((max(sizes),), scale, dtype=torch.float64),
+        )
+        return [Step([{"x": x[:size], "scale": scales[:size]} for size in sizes])]
 
     return steps
 
@@ -78,7 +81,7 @@ PROGRAMS = [
     ),
     Program("precision_float32_inside", _part_in(torch.float32), of_shape(5, 6), "exact", settings={"tolerance": 1e-5}),
     Program("precision_weak_mixing_in_float64", _part_in(torch.float64), of_shape(5, 6), "refused"),
-    # Added up in bf16, a sum of ones stays at 256.
+    # Added up in bf16, a sum of ones stays at 256, and one of 512 equal numbers whatever they are.
     *(
         Program(
             f"precision_{name}",
@@ -89,16 +92,16 @@ PROGRAMS = [
             nightly=name in ("bf16_accumulated_ones", "bf16_large_batch_two_passes"),  # as those without the ending
         )
         for name, steps, settings in (
-            ("bf16_accumulated", _equal(300, 2), _BF16),
-            ("bf16_accumulated_ones", _equal(400, 1), _BF16),
-            ("bf16_large_batch", _equal(1, 600), _BF16),
-            ("bf16_large_batch_two_passes", _equal(1, 600), {**_BF16, "passes": 2}),
-            ("bf16_per_layer", _equal(200, 3), {**_BF16, "clipping": "per_layer"}),
-            ("fp16_large_batch", _equal(1, 600), _FP16),
+            ("bf16_accumulated", _equal(512, *[1] * 60), _BF16),
+            ("bf16_accumulated_ones", _equal(*[1] * 400), _BF16),
+            ("bf16_large_batch", _equal(600), _BF16),
+            ("bf16_large_batch_two_passes", _equal(600), {**_BF16, "passes": 2}),
+            ("bf16_per_layer", _equal(512, *[1] * 60), {**_BF16, "clipping": "per_layer"}),
+            ("fp16_large_batch", _equal(600), _FP16),
         )
     ),
     *(
-        Program(f"precision_{name}", _linear, _equal(2, 4, scale), allowed, settings=settings)
+        Program(f"precision_{name}", _linear, _equal(4, 4, scale=scale), allowed, settings=settings)
         for name, scale, allowed, settings in (
             ("fp16_small", 2e-4, "exact", _FP16),
             ("fp16_large", 500.0, "exact", _FP16),
