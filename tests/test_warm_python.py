@@ -54,6 +54,13 @@ def test_another_environment_is_a_new_process() -> None:
     assert ran.stdout == "2 ['-c']\n", ran.stderr
 
 
+def test_a_test_that_imports_torch_begins_once() -> None:
+    """pytest has changed its own variables by then."""
+    program = "import os; print('begun', flush=True); os.environ['PYTEST_CURRENT_TEST'] = 'test_it'; import torch"
+    ran = subprocess.run([*interpreter(), "-c", program], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (ran.returncode, ran.stdout) == (0, "begun\n")
+
+
 def test_what_ends_the_command_ends_the_program() -> None:
     program = "import time; print('begun', flush=True); time.sleep(600)"
     command = [*interpreter(), "-c", program]

@@ -47,7 +47,8 @@ SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 # A launcher's, which are read when a process group is made.
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 _OF_GROUPS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ENABLE_MONITORING")
-_NOT_READ = {SET_BY_TORCH, *_OF_RANKS, *_OF_GROUPS}
+_OF_PYTEST = ("PYTEST_VERSION", "PYTEST_CURRENT_TEST")  # set while it runs, also before a test imports a package
+_NOT_READ = {SET_BY_TORCH, *_OF_RANKS, *_OF_GROUPS, *_OF_PYTEST}
 _READ = ("TORCH", "PYTORCH", "CUDA", "TRITON", "NCCL", "OMP", "MKL", "PYTHON", "MEMPROF")
 """Beginnings of variables that packages may read when imported."""
 

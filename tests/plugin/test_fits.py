@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`@pytest.mark.fits` and the fixture `memory_plan`, in processes with virtual GPUs of their own."""
 
-import os
+import subprocess
 
 import pytest
 
@@ -80,14 +80,15 @@ def test_plans(memory_plan):
 """
 
 
-def test_what_fits(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits(pytester: pytest.Pytester) -> None:
     """Without a virtual GPU in this process, whatever the ini file says of its memory."""
-    for name in {*os.environ, *ENVIRONMENT} - {"PYTEST_DISABLE_PLUGIN_AUTOLOAD"}:
-        monkeypatch.setenv(name, ENVIRONMENT[name]) if name in ENVIRONMENT else monkeypatch.delenv(name)
     pytester.makeconftest(CONFTEST.format(root=ROOT, python=interpreter()))
     pytester.makeini("[pytest]\nmemprof_virtual_memory = 3 GiB")
     pytester.makepyfile(test_it=TESTS)
-    result = pytester.runpytest_subprocess(*LOAD, "-W", "ignore")
+    command = [*interpreter(), "-m", "pytest", *LOAD, "-W", "ignore"]
+    environment = ENVIRONMENT | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(command, cwd=pytester.path, env=environment, capture_output=True, text=True)
+    result = pytest.RunResult(ran.returncode, ran.stdout.splitlines(), ran.stderr.splitlines(), 0)
     result.assert_outcomes(passed=3, failed=5)
     result.stdout.fnmatch_lines_random(
         [

@@ -4,11 +4,13 @@
 import ast
 import gettext
 import io
+import itertools
 import re
 import string
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +44,23 @@ PACKAGE = Path(opacus_memprof.__file__).parent
 CATALOGUE = PACKAGE / "locale" / "zh.po"
 
 
-def strings_of_the_package() -> Iterator[tuple[str, bool]]:
+@cache
+def nodes_of_the_package() -> list[list[ast.AST]]:
+    """The nodes of each of the package's sources."""
+    return [list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in PACKAGE.rglob("*.py")]
+
+
+@cache
+def strings_of_the_package() -> list[tuple[str, bool]]:
     """Every string in the package's sources, and whether it is the message of a `tr`."""
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
-                if isinstance(node.args[0], ast.Constant):
-                    yield node.args[0].value, True
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value, False
+    found = []
+    for node in itertools.chain(*nodes_of_the_package()):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tr":
+            if isinstance(node.args[0], ast.Constant):
+                found.append((node.args[0].value, True))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((node.value, False))
+    return found
 
 
 def places(message: str) -> set[tuple[str | None, str | None, str | None]]:
@@ -76,13 +85,14 @@ def test_no_translation_is_left_over() -> None:
     assert sorted(language._catalogue("zh").keys() - used - kinds - {""}) == []
     scripts = [path.read_text(encoding="utf-8") for path in (PACKAGE / "reports/html").glob("*.js")]
     told = "\n".join([*scripts, *kinds]).lower()  # kinds: phases and statuses
+    texts = "\n".join(used | kinds)
     for context, message, _ in language._entries("zh"):
         fragments = re.split(r"^1 |\{\w+\}| · ", message.removesuffix("s") if "{count}" in message else message)
         if context == "page":
             own = re.findall("[A-Za-z]{3,}", re.sub(r"\{\w+\}", "", message))
             assert all(word.lower().removesuffix("s") in told for word in own), message
         if context == "sentence":
-            assert all(any(fragment.strip(" .,:") in text for text in used | kinds) for fragment in fragments), message
+            assert all(fragment.strip(" .,:") in texts for fragment in fragments), message
 
 
 def test_no_label_of_a_page_is_missing() -> None:
@@ -269,11 +279,10 @@ REFUSING = {"MemprofError", "MixingError", "NotCheckedError", "_print_note"}
 
 def refusals() -> Iterator[str]:
     """The messages of errors that a user can fix, and what `run` says besides, from all sources of the package."""
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    for nodes in nodes_of_the_package():
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
         constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFUSING:
                 yield as_printed(constants.get(ast.unparse(node.args[0]), node.args[0]))
 
@@ -299,8 +308,8 @@ def worded(expression: ast.expr) -> Iterator[str]:
 
 def parts_of_refusals() -> Iterator[str]:
     """The package's own words that stand in the places of refusals, as far as the same function chooses them."""
-    for path in PACKAGE.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file in nodes_of_the_package():
+        for function in file:
             if isinstance(function, ast.FunctionDef):
                 nodes = list(ast.walk(function))
                 assigned = [node for node in nodes if isinstance(node, ast.Assign)]

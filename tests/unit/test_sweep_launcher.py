@@ -55,6 +55,7 @@ def replace_training(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_cell_is_a_job(directory: ResultsDirectory, cells: list[Cell], monkeypatch: pytest.MonkeyPatch) -> None:
     replace_training(monkeypatch)
     monkeypatch.setenv("HF_TOKEN", "")  # restored at the end
+    monkeypatch.setattr("submitit.core.core.Job._results_timeout_s", 1)  # which a network's disks have for a result
     jobs = cluster_launcher(directory, "local", {"timeout_min": 2}, token="secret")
     with closing(jobs.run(cells)) as results:
         first, second = next(results), next(results)
