@@ -83,6 +83,7 @@ _CJK_FONTS = (
     "SimHei",
     "Droid Sans Fallback",
 )
+_TIMES = {"s": 1.0, "ms": 1e-3}
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -265,10 +266,15 @@ def byte_axis(axis: "Axis", largest: float, ticks: int = 6) -> None:
 
 
 def second_axis(axis: "Axis") -> None:
-    """Labels an axis of seconds like `250 ms` and `1.5 s`."""
-    from matplotlib.ticker import EngFormatter
+    """Labels an axis of seconds in the unit that fits its end: `0 ms` to `250 ms`, or `0.5 s` to `1.5 s`."""
+    from matplotlib.ticker import FuncFormatter
 
-    axis.set_major_formatter(EngFormatter(unit="s"))
+    def label(seconds: float, _: int | None) -> str:
+        end = max(axis.get_view_interval())
+        unit, scale = next((each for each in _TIMES.items() if end >= each[1]), ("µs", 1e-6))
+        return f"{seconds / scale:g} {unit}"
+
+    axis.set_major_formatter(FuncFormatter(label))
 
 
 def event_axis(axis: "Axis") -> None:

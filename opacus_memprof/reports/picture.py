@@ -13,6 +13,7 @@ from opacus_memprof.reports.figures import (
     THEMES,
     Theme,
     byte_axis,
+    category_label,
     event_axis,
     legend,
     phase_legend,
@@ -86,6 +87,8 @@ def _draw_device(view: DeviceView, gaps: Sequence[EventGap], theme: str, file: P
             axes.set_title(title)
             named = (translated(part.name) if part.is_rest else part.name for part in parts)
             names = [shorten_name(name or translated("(no module)"), _LABEL_LENGTH) for name in named]
+            if parts is view.categories:
+                names = list(map(category_label, names))  # as in the legend
             stacked_bars(axes, names, [part.categories for part in parts])
             bars.append(axes)
         legend(figure, timeline, *bars)

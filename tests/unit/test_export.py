@@ -165,6 +165,16 @@ def test_latex_tables_are_whole_and_escaped(tmp_path: Path) -> None:
     assert {line.replace(r"\&", "").count("&") for line in rows} == {2}
 
 
+def test_bars_of_categories_have_the_names_of_the_legend(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(picture, "stacked_bars", lambda axes, names, rows: drawn.append(names))
+    write_pictures(view_profile(load_profile(directory)), tmp_path / "a.png")
+    assert "model parameters" in drawn[0]
+    assert not any("_" in name for name in drawn[0])
+
+
 def test_pictures_of_every_device_in_both_themes(directory: Path, tmp_path: Path) -> None:
     files = write_pictures(view_profile(load_profile(directory)), tmp_path / "a.png")
     assert [file.name for file in files] == ["a-cuda0.png", "a-cuda0-dark.png", "a-cuda1.png", "a-cuda1-dark.png"]

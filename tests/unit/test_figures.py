@@ -123,6 +123,15 @@ def draw(path: Path, title: str) -> np.ndarray:
     return imread(path)
 
 
+@pytest.mark.parametrize(("end", "labels"), [(2.5, ["0 s", "0.5 s", "1 s"]), (0.25, ["0 ms", "500 ms", "1000 ms"])])
+def test_an_axis_of_seconds_has_one_unit(end: float, labels: list[str], tmp_path: Path) -> None:
+    with figures.saved_figure(tmp_path / "a.png") as figure:
+        axes = figure.subplots()
+        axes.set_xlim(0, end)
+        figures.second_axis(axes.xaxis)
+        assert [axes.xaxis.get_major_formatter()(x) for x in (0, 0.5, 1)] == labels
+
+
 def test_chinese_names_have_glyphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if len(figures._font_families()) == 1:
         pytest.skip("no font here has Chinese characters")
