@@ -302,7 +302,10 @@ def _targets(node: ast.AST | None) -> Iterator[str]:
 
 
 def _take(statement: ast.stmt, names: set[str], has: Has, near: bool) -> str:
-    """Says what a statement does with a value that some nodes have (`has`), and adds the names that get it."""
+    """Returns what a statement does with a value ("decides", "returned", "harmless"), of nodes for which `has` holds.
+
+    Names to which the statement assigns this value are added to `names`.
+    """
     if isinstance(statement, ast.If | ast.While | ast.Assert):
         return "decides" if has(statement.test) and f"{_name(statement.test)}[]" not in names else "harmless"
     if isinstance(statement, ast.Match):

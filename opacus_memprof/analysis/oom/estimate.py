@@ -249,7 +249,7 @@ class _Saved:
 
 
 def _saved_in_order(whole: WholeForward, times: float, shapes: TrainingShapes) -> _Saved:
-    """Returns `times` what a forward pass keeps, without its output."""
+    """Returns the bytes that a forward pass keeps beside its output, multiplied by `times`."""
     saved = _Saved()
     for block in whole.blocks:
         layer, size = block.layer, 0 if block.is_output else int(times * block.bytes)

@@ -95,7 +95,7 @@ class Modes:
 
     @classmethod
     def now(cls) -> Modes:
-        """Returns those of this thread."""
+        """Returns the modes that are on in this thread."""
         function = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
         return cls(function, [mode for mode in mode_stack() if _is_of_program(mode)])
 
@@ -221,12 +221,12 @@ class Surroundings:
 
     @classmethod
     def now(cls, device: str) -> Surroundings:
-        """Returns those of this thread. Autocast is that of a type of device."""
+        """Returns what this thread runs under now. `device` is a type, such as "cuda", whose autocast is meant."""
         return cls(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), Modes.now())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restores them inside the context."""
+        """Makes the context run under them."""
         with torch.autocast(self.device, self.dtype, self.has_autocast, cache_enabled=False), self.modes.restored():
             yield
 

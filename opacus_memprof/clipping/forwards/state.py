@@ -463,7 +463,7 @@ def has_storage(x: Any) -> bool:
 
 
 def has_rows(x: Any) -> bool:
-    """Returns whether something is such a tensor with a first dimension."""
+    """Returns whether something is a tensor whose memory has its values, with at least one dimension."""
     return has_storage(x) and x.dim() > 0
 
 

@@ -359,7 +359,7 @@ class EarlierNoise:
         )
 
     def add(self, states: set[tuple[torch.Generator, int]]) -> None:
-        """Adds the states of a step, and drops the oldest ones if there are too many."""
+        """Remembers the generators' states of a step, and forgets the oldest ones if there are too many."""
         self._states |= dict.fromkeys(states)
         while len(self._states) > _MOST_STATES:
             del self._states[next(iter(self._states))]

@@ -101,7 +101,7 @@ class GraphHooks:
             _follow_registrations(self)
 
     def add_inner(self, outputs: list[torch.Tensor]) -> "dict[int, InnerOutput]":
-        """Returns those of a call's outputs from which others are computed, by id. They cannot be replaced by aliases.
+        """Returns a call's outputs from which other outputs are computed, by id. They cannot be replaced by aliases.
 
         The program may ask for the gradient that reaches them through the others: of an alias, which the others are
         not computed from, autograd has none.
