@@ -18,6 +18,7 @@ import pytest
 import torch
 import typer
 from babel.messages import mofile, pofile
+from made_profiles import a_device
 from msgspec import UNSET
 from rich.cells import cell_len
 from rich.console import Console
@@ -586,6 +587,18 @@ def test_no_table_of_a_chinese_report_has_english_sentences() -> None:
 
 def english_words(text: str) -> list[str]:
     return re.findall("[A-Za-z]+ [a-z]+ [a-z]+", text)
+
+
+def test_a_failure_and_the_note_on_steps_have_no_english_sentence() -> None:
+    moment = {"step": 3, "logical_step": 1, "phase": "backward"}
+    failures = [{**moment, "category": "noise", "module": module} for module in ("head", "")]
+    phases = {"idle": {"step": 3, "logical_step": 1, "categories": {}}}
+    for failed in (failures, failures[:1], failures[1:]):
+        profile = private_profile(devices={"cpu": a_device(out_of_memory=failed, phases=phases)})
+        said = io.StringIO()
+        with in_language("zh"):
+            print_report(view_profile(profile), Console(file=said, width=200))
+        assert english_words(said.getvalue()) == []
 
 
 def test_what_two_runs_differ_in_has_no_english_sentence(tmp_path: Path) -> None:
