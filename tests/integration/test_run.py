@@ -69,7 +69,8 @@ def test_a_script_that_leaves_by_os_exit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_worker_processes_leave_the_profile_alone(tmp_path: Path, context: str) -> None:
     reference = plain(TRAIN, "--workers", "1", "--context", "fork")
-    completed = new_python(*RUN, "-o", tmp_path / "out", TRAIN, "--workers", "1", "--context", context)
+    start = new_python if context == "spawn" else python
+    completed = start(*RUN, "-o", tmp_path / "out", TRAIN, "--workers", "1", "--context", context)
     assert completed.returncode == 0, completed.stderr
     assert losses(completed.stdout) == losses(reference.stdout)
     assert completed.stderr.count("the profile is in") == 1

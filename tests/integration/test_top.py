@@ -170,6 +170,12 @@ def test_a_running_program_is_recorded_from_now_on(tmp_path: Path, monkeypatch: 
         Path("occupied/file").touch()
         with pytest.raises(MemprofError, match=r"cannot be recorded \(.*/occupied holds files that are not a profile"):
             attach(running.pid, "-o", "occupied")
+        monkeypatch.setattr(sys, "remote_exec", Mock(side_effect=PermissionError("not allowed")), raising=False)
+        with pytest.raises(MemprofError, match=rf"process {running.pid} cannot be reached \(not allowed\)"):
+            attach(running.pid)
+        monkeypatch.delattr(sys, "remote_exec")
+        with pytest.raises(MemprofError, match=r"attach needs Python 3\.14, and this is 3\.\d+: start the program by"):
+            attach(running.pid)
         assert running.poll() is None
 
 
@@ -199,10 +205,3 @@ def test_what_cannot_be_attached_to(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pytest.raises(MemprofError, match=f"process {running.pid} is being profiled already"),
     ):
         attach(running.pid)
-    monkeypatch.delattr(sys, "remote_exec", raising=False)
-    with program("train.py", "torch") as running:
-        with pytest.raises(MemprofError, match=r"attach needs Python 3\.14, and this is 3\.\d+: start the program by"):
-            attach(running.pid)
-        monkeypatch.setattr(sys, "remote_exec", Mock(side_effect=PermissionError("not allowed")), raising=False)
-        with pytest.raises(MemprofError, match=rf"process {running.pid} cannot be reached \(not allowed\)"):
-            attach(running.pid)

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples" / "trainers").glob("*.py"))
 GPU_ONLY = "with_deepspeed"  # compiles code of its own on a CPU
 QUICK = "with_accelerate"
-ON_A_GPU = [pytest.param(recipe, marks=[pytest.mark.nightly] * (recipe.stem != QUICK)) for recipe in RECIPES]
+# test_frameworks.py trains with Lightning and transformers in every run.
+TRIED = [pytest.param(recipe, marks=[pytest.mark.nightly] * (recipe.stem != QUICK)) for recipe in RECIPES]
 
 
 def needs(recipe: Path) -> list[str]:
@@ -42,7 +43,7 @@ def check(peak: Peak) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("recipe", TRIED, ids=lambda recipe: recipe.stem)
 def test_a_recipe_trains_as_without_the_profiler(recipe: Path, tmp_path: Path) -> None:
     assert len(recipe.read_text(encoding="utf-8").splitlines()) <= 60
     if missing := needs(recipe):
@@ -61,7 +62,7 @@ def test_a_recipe_trains_as_without_the_profiler(recipe: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ON_A_GPU, ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("recipe", TRIED, ids=lambda recipe: recipe.stem)
 def test_a_recipe_runs_on_a_virtual_gpu(recipe: Path, tmp_path: Path) -> None:
     if missing := needs(recipe):
         pytest.skip(f"{', '.join(missing)} is not installed")
