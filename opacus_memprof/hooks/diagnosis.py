@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -396,6 +397,8 @@ def observe_program(shapes: TrainingShapes) -> None:
     """
     names: dict[str, str] = {}
     outermost: dict[str, str] = {}
+    batch_sizes: set[int | None] = set()
+    criterion = loss = ""
     computes_epsilon = False
     next_call = ""
     accumulates = False
@@ -406,6 +409,9 @@ def observe_program(shapes: TrainingShapes) -> None:
             next_call = next_call or _next_call(frame)
             accumulates |= not shapes.mode and _accumulates(frame)
             computes_epsilon |= "get_epsilon" in frame.f_code.co_names
+            batch_sizes |= {each.batch_size for each in variables_of(frame).values() if isinstance(each, DataLoader)}
+            if not criterion:
+                criterion, loss = _criterion_in(frame)
             found = _names_in(frame)
             if "optimizer" in names or "optimizer" in found:
                 names = {**found, **names}
@@ -417,6 +423,8 @@ def observe_program(shapes: TrainingShapes) -> None:
         shapes.clears_late = is_in_forward and next_call == "zero_grad"
     trained = [model for model in list(_models) if isinstance(model, nn.Module)]
     expected = [each.expected_batch_size for each in list(_optimizers) if each.expected_batch_size]
+    if not trained and len(batch_sizes) == 1:
+        expected = [size for size in batch_sizes if size]
     default = Program() if names else shapes.program
     passes = max((_unused_passes(parameter) for _, parameter in _private_parameters()), default=0)
     shapes.accumulated = max(shapes.accumulated, passes)
@@ -425,6 +433,8 @@ def observe_program(shapes: TrainingShapes) -> None:
         model=names.get("model", default.model),
         optimizer=names.get("optimizer", default.optimizer),
         loader=names.get("loader", default.loader),
+        criterion=criterion or default.criterion,
+        loss=loss or default.loss,
         computes_epsilon=computes_epsilon or default.computes_epsilon,
         adopts_samples=samplers is not None and samplers.adopts_grad_samples(),
         has_norm_samplers=samplers is not None and samplers.has_norm_samplers(),
@@ -523,6 +533,15 @@ def _names_in(frame: FrameType) -> dict[str, str]:
                 ),
             )
     return names
+
+
+def _criterion_in(frame: FrameType) -> tuple[str, str]:
+    """Returns what a function calls a loss that is a module, or that ghost clipping has made of one, and its repr."""
+    for name, value in _named_values(frame).items():
+        loss = value.criterion if type(value).__name__ == "DPLossFastGradientClipping" else value
+        if isinstance(loss, _Loss) and not _trains(loss):
+            return name, f"torch.nn.{loss!r}" if type(loss).__module__ == _Loss.__module__ else ""
+    return "", ""
 
 
 def _unwrapped(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from opacus_memprof.hooks.shapes import capture_shape
+from opacus_memprof.hooks.shapes import capture_shape, copies_layout
 from opacus_memprof.profiles.layer_shapes import CaptureShape, KeptBlock, WholeForward
 from opacus_memprof.recording.attachment import remove_scoped_forwards
 
@@ -316,7 +316,8 @@ def _copy(named: Sequence[tuple[str, nn.Module]], fake: FakeTensorMode, call: Ca
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)  # as of queries and keys
 _PRODUCTS = (*_BATCHED_PRODUCTS, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_OF_ONE_TYPE = (*_PRODUCTS, torch.ops.aten.linear.default, torch.ops.aten.convolution.default)
+_CONVOLUTION = torch.ops.aten.convolution.default
+_OF_ONE_TYPE = (*_PRODUCTS, torch.ops.aten.linear.default, _CONVOLUTION)
 
 
 @dataclass
@@ -403,6 +404,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found = self._storages[key]
                 self._change(found, tensors=found.tensors + 1)
                 weakref.finalize(tensor, self._free, found)
+        if func is _CONVOLUTION and result.is_cuda and copies_layout(args[1], args[3], args[8], result):
+            copies = args[0].nbytes + args[1].nbytes + result.nbytes  # its library's workspace, until it returns
+            self._peak = max(self._peak, self._live + copies)
         if func in _PRODUCTS:
             self._product_peak = max(self._product_peak, self._live)
         return result

@@ -73,6 +73,11 @@ class WatchedModel:
             return True
         return self.is_told_apart and _has_squares_behind(_tensors_in_frames(), self.samples)
 
+    def peak_of_evaluation(self) -> int:
+        """Returns the peak of the latest forward pass, an evaluation without a graph; 0 if it was not the largest."""
+        evaluation = observations.layer_shapes().evaluation
+        return self.forward.peak_without_graph() if evaluation and evaluation[0] == self.samples else 0
+
     def remove_probes(self) -> None:
         while self.probe_handles:
             self.probe_handles.pop().remove()
@@ -103,6 +108,7 @@ def watch_model(
     attachment.on_detach(partial(_unwatch, _watched))
     shapes.mixes_samples = cache(_watched.mixes_samples)
     shapes.runs_in = cache(_watched.forward.runs_in)
+    shapes.peak_without_graph = _watched.peak_of_evaluation
     shapes.whole_forward = partial(_watched.forward.run, shapes.modules, captures=bool(shapes.mode))
 
 

@@ -165,11 +165,14 @@ def _flash_clip_refusal(model: "weakref.ref[nn.Module]") -> str | None:
 
 
 def after_step() -> None:
-    """Asks once, while the model trains, whether flash_clip could clip it: at the end it may be gone, or evaluate."""
+    """Asks once, while the model trains, what clipping and smaller batches need: at the end it may be gone.
+
+    That is whether flash_clip could clip it, and whether its loss, which later steps do not look at, mixes samples.
+    """
     shapes = observations.layer_shapes()
     if shapes.mode:
         shapes.flash_clip_refusal()
-        shapes.mixes_samples()
+    shapes.mixes_samples()
 
 
 def record_optimizer(optimizer: Optimizer) -> None:
@@ -244,18 +247,24 @@ def capture_shape(module: nn.Module, inputs: Any, output: Any) -> CaptureShape |
 
 
 def needs_layout_copy(module: _ConvNd, output: Tensor) -> bool:
+    """Returns whether a library copies what a convolution computes with: see `copies_layout`."""
+    return copies_layout(module.weight, module.stride, module.groups, output)
+
+
+def copies_layout(weight: Tensor, stride: Sequence[int], groups: int, output: Tensor) -> bool:
     """Returns whether cuDNN or oneDNN copies this convolution's operands and results into another memory layout.
 
     cuDNN copies them if it uses tensor cores, which need channels last. oneDNN copies them because it blocks channels.
     Tensors that are channels-last already are not copied. A 1x1 convolution is a matmul, and for depthwise convolutions
     cuDNN has kernels that need no copies.
     """
-    is_1x1 = max(module.kernel_size) == 1
+    is_1x1 = max(weight.shape[2:]) == 1
     if not output.is_contiguous() or output.dtype == torch.float64:
         return False
     if not output.is_cuda:
-        return bool(torch._C._get_mkldnn_enabled()) and not (is_1x1 and max(module.stride) == 1)
-    if is_1x1 or module.groups == module.in_channels > 1 or not torch.backends.cudnn.enabled:
+        return bool(torch._C._get_mkldnn_enabled()) and not (is_1x1 and max(stride) == 1)
+    is_depthwise = groups > 1 and weight.shape[1] == 1
+    if is_1x1 or is_depthwise or not torch.backends.cudnn.enabled:
         return False
     return output.dtype != torch.float32 or _convolutions_use_tf32()
 

@@ -66,6 +66,7 @@ class CaptureShape:
         input_element_bytes: bytes of an element of the input, which autocast casts to the output's type.
         viewed_bytes: of the tensor that the input of a single call is a view of, and keeps alive. 0: not a view.
         viewed_id: id() of that tensor.
+        most_tokens: those of the largest of several calls, which can differ, as of a head for features of all sizes.
     """
 
     samples: int
@@ -80,6 +81,7 @@ class CaptureShape:
     input_element_bytes: int = 0
     viewed_bytes: int = 0
     viewed_id: int = 0
+    most_tokens: int = 0
 
     def with_call(self, other: "CaptureShape") -> "CaptureShape":
         """Returns the shape with that of another call added."""
@@ -90,6 +92,19 @@ class CaptureShape:
             output_bytes=self.output_bytes + other.output_bytes,
             from_leaf=self.from_leaf and other.from_leaf,
             calls=self.calls + 1,
+            most_tokens=max(self.most_tokens or self.tokens, other.tokens),
+        )
+
+    def largest_call(self) -> "CaptureShape":
+        """Returns the shape of the largest call, of which all bytes grow with the tokens."""
+        if self.calls == 1 or not self.most_tokens:
+            return self.divided(self.calls)
+        return replace(
+            self,
+            tokens=self.most_tokens,
+            input_bytes=self.input_bytes * self.most_tokens // self.tokens,
+            output_bytes=self.output_bytes * self.most_tokens // self.tokens,
+            calls=1,
         )
 
     def repeated(self, times: int) -> "CaptureShape":
@@ -222,18 +237,22 @@ class Program:
 
     Attributes:
         model, optimizer, loader: names of variables.
+        criterion: the name of a loss that is a module; "" if there is none. `loss` makes it, if its class is torch's.
         computes_epsilon: whether the function that trains calls get_epsilon, too.
         adopts_samples: whether adopt_grad_samples is in effect.
         has_norm_samplers: whether register_norm_samplers is in effect.
         enables_checkpoints: the name of the model's outermost module that has transformers'
             gradient_checkpointing_enable, "" for the model itself; None if there is none.
-        expected_samples: the number of samples of a logical batch that the DPOptimizer expects; None if it is unknown.
+        expected_samples: the number of samples of a logical batch that the DPOptimizer expects, or without Opacus those
+            of a batch of the only DataLoader; None if it is unknown.
         splits_batches: whether a BatchMemoryManager is in effect.
     """
 
     model: str = "model"
     optimizer: str = "optimizer"
     loader: str = "loader"
+    criterion: str = ""
+    loss: str = ""
     computes_epsilon: bool = False
     adopts_samples: bool = False
     has_norm_samplers: bool = False
@@ -311,6 +330,8 @@ class TrainingShapes:
         runs_in: a function that returns whether the forward pass runs with parameters and inputs of a type such as
             "bfloat16".
         whole_forward: a function that returns what the forward pass of the largest batch keeps; None if it cannot.
+        peak_without_graph: a function that returns the most bytes that are live at once in the forward pass of the
+            largest batch if it records no graph; 0 if that is not known.
         untrained_graphs: a function that returns the graphs that calls of these models have recorded.
         untrained_gradients: a function that returns the bytes of gradients that a backward pass gives to models that no
             optimizer trains, such as a reference model whose calls record graphs, without those of earlier steps.
@@ -354,6 +375,7 @@ class TrainingShapes:
     mixes_samples: Callable[[], bool] = lambda: False
     runs_in: Callable[[str], bool] = lambda dtype: True
     whole_forward: Callable[[], WholeForward | None] = lambda: None
+    peak_without_graph: Callable[[], int] = lambda: 0
     untrained_graphs: "Callable[[], Sequence[UntrainedGraphs]]" = lambda: ()
     untrained_gradients: Callable[[], int] = lambda: 0
     unclaimed_parameters: Callable[[], int] = lambda: 0
@@ -363,6 +385,7 @@ class TrainingShapes:
         """Returns the shapes for one instant, at which the program is searched for each answer at most once."""
         return replace(
             self,
+            peak_without_graph=cache(self.peak_without_graph),
             untrained_graphs=cache(self.untrained_graphs),
             untrained_gradients=cache(self.untrained_gradients),
             unclaimed_parameters=cache(self.unclaimed_parameters),

@@ -50,7 +50,7 @@ Edited = tuple[str, dict[str, str]]
 _LINES = {
     "checkpoint": r"checkpoint",
     "optimizer": r"torch\.optim\.",
-    "grad_sample_mode": r"grad_sample_mode",
+    "grad_sample_mode": r"grad_sample_mode|^criterion = ",
     "max_physical_batch_size": r"BatchMemoryManager|^#|^    #",
     "dtype": r"\.to\(torch\.",
     "lora": r"get_peft_model",
@@ -75,7 +75,7 @@ def _before_training(script: str, code: list[str]) -> Edited:
 
 def _with_each_batch(script: str, code: list[str]) -> Edited:
     """At the beginning of the loop over batches, for what it calls its inputs."""
-    found = re.search(r"^( *)for (?:\w+, )?\(?(\w+)\b.* in .*(loader|dl)\b.*:\n", script, re.MULTILINE)
+    found = re.search(r"^( *)for (?:\w+, (?=\())?\(?(\w+)\b.* in .*(loader|dl)\b.*:\n", script, re.MULTILINE)
     assert found
     lines = [re.sub(rf"\b{each.partition(' = ')[0]}\b", found[2], each.partition("#")[0]) for each in code]
     inserted = "".join(f"{found[1]}    {line}\n" for line in lines)
@@ -116,6 +116,14 @@ def _mode(script: str, code: list[str]) -> Edited:
     script = re.sub(r'grad_sample_mode="\w+",?\s*', "", script)
     if line.startswith("model, optimizer, loader ="):  # a criterion is not returned
         script = script.replace("model, optimizer, criterion, loader =", "model, optimizer, loader =")
+        after = [each for each in code if each.startswith("criterion = ")]
+        script = _insert(script, after, r"^( *)for .* in .*loader\b.*:$")
+    returned, _, call = line.partition(" = ")
+    if "criterion=" in call:  # ghost clipping returns it, too, and takes one that exists
+        script = re.sub(r"^( *).* = (.*make_private)", rf"\1{returned} = \2", script, flags=re.MULTILINE)
+        made = re.search(rf"^ *{returned.split(', ')[2]} = .*\n", script, re.MULTILINE)
+        if made and made.start() > script.index("make_private"):
+            script = _insert(script.replace(made[0], ""), [made[0].strip()], r"^( *).*make_private")
     return re.sub(r"(make_private\w*)\(\s*", rf"\1({found[1]}, ", script), {}
 
 

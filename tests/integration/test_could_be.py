@@ -147,6 +147,51 @@ def test_flash_clip_takes_what_is_predicted_where_memory_runs_out(name: str, tmp
     _expect(suggestion, changed)
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("classifier_on_convolutions", ["lora"]),  # before the first adapter, autograd records nothing
+        ("pyramid", ["grad_sample_mode", "max_physical_batch_size"]),  # one head for features of three sizes
+        ("graphs_in_ghost", ["register_norm_samplers"]),
+        ("graphs_in_ghost", ["grad_sample_mode"]),
+    ],
+)
+def test_a_suggestion_takes_what_is_predicted(name: str, kinds: list[str], tmp_path: Path) -> None:
+    script = (SCRIPTS / f"{name}.py").read_text()
+    actual = _device_of(script)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 65 // 100, tmp_path)
+    found = [each for each in report["suggestions"] if [action["kind"] for action in each["actions"]] == kinds]
+    changed, _ = follow(script, found[0])
+    _expect(found[0], changed)
+
+
+@pytest.mark.parametrize(("memory", "is_seen"), [(0.65, False), (0.9, True)])
+def test_a_smaller_batch_is_one_of_the_loader_and_says_what_a_loss_that_compares_samples_loses(
+    memory: float, is_seen: bool, tmp_path: Path
+) -> None:
+    script = (SCRIPTS / "views_of_images.py").read_text()
+    report = _oom_report(script, int(memory * _device_of(script)["peak"]["requested_bytes"]), tmp_path)
+    (smaller,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "batch_size")
+    assert "a batch of 128 samples instead of 256: the model gets 2 for each sample" in smaller["title"]
+    text = "compares fewer samples" if is_seen else "train as with 256, unless the loss compares samples"
+    assert text in smaller["code"]
+    if not is_seen:  # there, convolutions got smaller workspaces than on a larger GPU
+        changed, _ = follow(script, smaller)
+        _expect(smaller, changed)
+
+
+def test_an_evaluation_without_graph_needs_what_its_forward_pass_does(tmp_path: Path) -> None:
+    script = (SCRIPTS / "test_set_at_once.py").read_text()
+    actual = _device_of(script)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 65 // 100, tmp_path)
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    first = report["suggestions"][0]
+    assert first["title"] == "evaluating batches of 250 instead of 1000"
+    whole = "        out = model(test_x.cuda())\n"
+    assert whole in script
+    _expect(first, script.replace(whole, "        out = torch.cat([model(x) for x in test_x.cuda().split(250)])\n"))
+
+
 def _nightly(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.nightly)
 

@@ -62,12 +62,14 @@ def build_report(
     waiting = {
         names.modules[id]: count for id, count in (captures or {}).items() if count > 1 and id < len(names.modules)
     }
-    is_evaluation = failures.find_evaluation(failure, shapes) is not None
+    evaluation = failures.find_evaluation(failure, shapes)
+    is_evaluation = evaluation is not None
+    forward = 0 if evaluation is None or evaluation[1] else shapes.peak_without_graph()
     graphs = 0 if is_evaluation else shapes.waiting or 0
     samples = None if is_evaluation else shapes.batch_size_in(failure.step)
     left = find_leftovers(failure, waiting, shapes.stray_samples, samples or 0, shapes.weights, graphs)
     own = None if is_evaluation else estimate_step(failure, shapes, history, left)
-    case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left)
+    case = Case(failure, shapes, history, device_memory_at(failure), own, samples, left, forward=forward)
     # Of this batch; BatchMemoryManager's differ little, and all others are at most as large as the largest.
     needed = case.peak(case.most_samples if shapes.program.splits_batches else case.samples)
     fitting = largest_that_fits(case, case.peak)

@@ -120,11 +120,11 @@ class FlashClip:
         gram = cost.gram_bytes(batch, tokens, width, forward.element_bytes, ceiling, in_registers=is_gpu)
         return unfolded + max(copies, gram)
 
-    def forms_gradients(self, n: int) -> bool:
-        """Returns whether matrix products form the weight's per-sample gradients."""
+    def forms_gradients(self, n: int, *, keep: bool = True) -> bool:
+        """Returns whether matrix products form the weight's per-sample gradients. Arguments: see norm_temporaries."""
         if self.layer.repeated_forward or self.layer.module.kind in REPEATED:
             return True
-        return bool(self.layer.module.rows) and self._choice(n, True).norm == "gradient"
+        return bool(self.layer.module.rows) and self._choice(n, keep).norm == "gradient"
 
     def first_formed(self, n: int) -> tuple[int, int]:
         """Returns after how many calls in backward a layer's pairs become per-sample gradients, and the bytes of these.

@@ -139,9 +139,9 @@ class Layer:
         These are the gradients of its output, its input and the residual stream. For a mean loss, Opacus' scaled copy
         of the output's gradient is added.
         """
-        calls = self.forward.calls
-        output = self.scale(self.forward.output_bytes, n) // calls
-        grad_input = 0 if self.forward.from_leaf else self.scale(self.forward.input_bytes, n) // calls
+        call = self.forward.largest_call()
+        output = self.scale(call.output_bytes, n)
+        grad_input = 0 if self.forward.from_leaf else self.scale(call.input_bytes, n)
         return output * (2 if mean_loss and self.module.kind != "frozen" else 1) + grad_input + self.beside_output(n)
 
     def beside_output(self, n: int) -> int:
@@ -156,7 +156,8 @@ class Layer:
         """
         if not self.forward.layout_copied:
             return 0
-        gradients = self.scale(self.forward.input_bytes + self.forward.output_bytes, n)
+        call = self.forward.largest_call()
+        gradients = self.scale(call.input_bytes + call.output_bytes, n)
         return gradients + self.forward.element_bytes * self.module.weight
 
     def bias_sum_workspace(self, n: int, multiprocessors: int, *, by_sample: bool) -> int:
@@ -192,10 +193,11 @@ class Layer:
             formed = forward.element_bytes * n * self.module.rows * self.module.columns
             result += formed
         if self.is_convolution:
-            unfolded = forward.element_bytes * n * forward.tokens * self.module.columns * self.module.groups
+            call = forward.largest_call()
+            unfolded = forward.element_bytes * n * call.tokens * self.module.columns * self.module.groups
             all_pairs = formed * self.module.groups  # of groups; the diagonal is the result
             results = all_pairs + max(formed if self.module.groups > 1 else 0, workspace)
-            inputs = (2 if self.module.kind == "Conv1d" else 1) * self.scale(forward.input_bytes, n)  # and padded
+            inputs = (2 if self.module.kind == "Conv1d" else 1) * self.scale(call.input_bytes, n)  # and padded
             return max(inputs + unfolded, unfolded + results, result)
         if self.module.kind in NORMS:
             return max(2 * self.scale(forward.output_bytes, n), result)

@@ -13,18 +13,20 @@ from typing import Literal
 from opacus_memprof.analysis.oom.failure import (
     ACTIVATIONS,
     SIZED_BY_CAPTURES,
+    BlockGroup,
     DeviceMemory,
     Failure,
     History,
     Leftovers,
     RecordedInstant,
+    sum_by,
 )
 from opacus_memprof.analysis.oom.step import PER_SAMPLE_MODES, Instant, Step
 from opacus_memprof.profiles.categories import PER_SAMPLE
 from opacus_memprof.profiles.layer_shapes import TrainingShapes
 
 Gradients = Literal["kept", "zeroed", "dropped", "early"]
-_WORKSPACE, _UNATTRIBUTED = "library_workspace", "unattributed"
+_WORKSPACE, _UNATTRIBUTED, _TEMPORARIES = "library_workspace", "unattributed", "forward_temporaries"
 _PHASE_ORDER = ("forward", "backward", "second_backward", "clip", "noise", "optimizer_step")
 
 
@@ -41,6 +43,8 @@ class Case:
         samples: of the physical batch; None if it was not seen.
         leftovers: of earlier steps or forwards.
         freed: the part of `made`, at the failure, that a changed program does not make.
+        forward: the most bytes that the forward pass of an evaluation without graph holds at once, if the failure is in
+            one and they are known; else 0.
     """
 
     failure: Failure
@@ -51,6 +55,7 @@ class Case:
     samples: int | None
     leftovers: Leftovers
     freed: int = 0
+    forward: int = 0
 
     @property
     def made(self) -> int:
@@ -62,6 +67,11 @@ class Case:
         """The samples of the largest batch that is likely to come: at least those of the failed step."""
         ahead = self.shapes.most_samples if self.shapes.mode else None
         return self.samples if self.samples is None else max(self.samples, ahead or 0)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether batches are drawn by Poisson sampling, so that their sizes differ."""
+        return bool(self.shapes.mode) and self.shapes.draws_poisson
 
     def fits(self, size: int) -> bool | None:
         """Returns whether a peak of `size` bytes fits; None if the capacity is unknown."""
@@ -193,9 +203,21 @@ class Case:
         grows = self._grows_with_batch(failure.category, failure.module, failure.op, failure.requested)
         sizes[failure.category] = sizes.get(failure.category, 0) + failure.requested * (ratio if grows else 1)
         parts = {category: int(size) for category, size in sizes.items()}
+        if self.forward:  # what it holds so far, and what failed, are part of its peak
+            own = sum_by(self._in_forward(), lambda group: group.category)
+            _subtract(parts, own)
+            parts[failure.category] -= failure.requested
+            parts[_TEMPORARIES] = parts.get(_TEMPORARIES, 0) + self.forward
         return Instant(
             failure.phase, failure.module, self._in_later_step(parts, n, failure.phase, accumulates, gradients)
         )
+
+    def _in_forward(self) -> list[BlockGroup]:
+        """Returns the blocks that the forward pass that failed has made."""
+        of_step = [group for group in self.failure.block_groups if group.step == self.failure.step]
+        return [
+            group for group in of_step if group.phase == "forward" and group.category in (*ACTIVATIONS, _TEMPORARIES)
+        ]
 
     def _in_later_step(
         self, sizes: dict[str, int], n: int | None, phase: str, accumulates: bool, gradients: Gradients

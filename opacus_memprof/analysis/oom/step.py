@@ -348,7 +348,9 @@ class Step:
             norms += self._samples_of(cell_of(layer, self.layers), n)
             parts = {"activations": live, "gradients": max(gradients, self._kept_gradients())}
             if not self.forms_squares:
-                norms = FlashClip(layer, in_registers=self.on_gpu).norm_temporaries(n, keep=False)
+                clip = FlashClip(layer, in_registers=self.on_gpu)
+                forms = clip.forms_gradients(n, keep=False)
+                norms = clip.norm_temporaries(n, keep=False) + (workspace if forms else 0)
                 yield self._bias_gradients(layer, n, parts)
             yield self._layer_backward(layer, n, parts)
             yield Instant(
@@ -384,7 +386,7 @@ class Step:
             shared = min(counted_twice, self._scale(layer.activations - layer.saved_before, n))
             own = live - max(shared, self._released_before(layer, n))
             parts = {"activations": own, "per_sample_gradients": kept + clip.new_bytes(n)}
-            output = layer.scale(layer.forward.output_bytes // layer.forward.calls, n) + layer.beside_output(n)
+            output = layer.scale(layer.forward.largest_call().output_bytes, n) + layer.beside_output(n)
             temporaries = {**parts, "backward_temporaries": output}
             workspace = layer.bias_sum_workspace(n, self.multiprocessors, by_sample=True)
             yield Instant("backward", layer.name, {**temporaries, "library_workspace": workspace})
@@ -397,7 +399,7 @@ class Step:
                 yield Instant("backward", layer.name, {**parts, **first, "activations": live - first["activations"]})
             norms = 0 if layer.is_repeated else clip.norm_temporaries(n)
             if layer.is_convolution and clip.kept_calls(n) < layer.forward.calls:  # each call forms its gradients
-                one = replace(layer, forward=layer.forward.divided(layer.forward.calls))
+                one = replace(layer, forward=layer.forward.largest_call())
                 norms = FlashClip(one, in_registers=self.on_gpu).norm_temporaries(n)
             workspace = self._product_workspace(clip.layer) if clip.forms_gradients(n) else 0
             in_norms = {**temporaries, "temp_matrices": norms, "library_workspace": workspace}

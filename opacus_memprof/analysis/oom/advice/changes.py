@@ -52,7 +52,7 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
             f"a physical batch of at most {format_count(n // times, 'sample')} instead of {program.expected_samples}: "
             f"the model gets {times} for each sample of the loader"
         )
-    elif case.shapes.draws_poisson and (program.expected_samples or case.samples) < case.samples:
+    elif case.is_drawn and (program.expected_samples or case.samples) < case.samples:
         change = VARYING  # the next draw can be larger still
         title = (
             f"a physical batch of at most {format_count(n, 'sample')}: the loader asks for {program.expected_samples}, "
@@ -77,26 +77,39 @@ def samples_of_each(case: Case) -> int:
     A Poisson batch of at least two times the expected size is possible only where few samples are expected.
     """
     expected = case.shapes.program.expected_samples
-    is_drawn = case.shapes.draws_poisson and (expected or 0) < _RARELY_DOUBLED
+    is_drawn = case.is_drawn and (expected or 0) < _RARELY_DOUBLED
     if not expected or is_drawn or not case.samples or case.samples % expected:
         return 1
     return case.samples // expected
 
 
 def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
-    """Suggests a smaller batch for a program without Opacus, which accumulates gradients itself."""
-    samples = case.samples or n
-    parts = math.ceil(samples / n)
+    """Suggests a smaller batch for a program without Opacus, which accumulates gradients itself.
+
+    What compares the samples of a batch, as a contrastive loss, then compares fewer, and trains otherwise.
+    """
+    times = samples_of_each(case)
+    samples, size = (case.samples or n) // times, n // times
+    parts = math.ceil(samples / size)
+    mixes = case.shapes.mixes_samples()
+    how = (
+        "which compares fewer samples: accumulated gradients are not those of the whole batch"
+        if mixes
+        else f"step and zero_grad after every {parts} batches, with loss / {parts}, train as with {samples}"
+    )
+    if not mixes and case.failure.phase in ("forward", "idle"):  # its loss has not been seen
+        how += ", unless the loss compares samples"
+    of_each = f": the model gets {times} for each sample of the loader" if times > 1 else ""
+    change = SEQUENCE if mixes else BATCH if 2 * size >= samples else SMALL_BATCH
     return suggest(
         case,
         instant,
-        BATCH if 2 * n >= samples else SMALL_BATCH,
-        f"a batch of {format_count(n, 'sample')} instead of {samples}",
-        f"DataLoader(..., batch_size={n})  # step and zero_grad after every {parts} batches, with loss / {parts}, "
-        f"train as with {samples}",
+        change,
+        f"a batch of {format_count(size, 'sample')} instead of {samples}{of_each}",
+        f"DataLoader(..., batch_size={size})  # {how}",
         f"In this run a sample takes {format_bytes(bytes_per_sample(case, case.peak))} at the peak, and the rest does "
         "not grow with the batch.",
-        Action(kind="batch_size", value=n),
+        Action(kind="batch_size", value=size),
         largest=case.largest_block(n),
     )
 
@@ -175,7 +188,7 @@ def largest_that_fits(case: Case, peak: Callable[[int], Instant]) -> tuple[int, 
     of_loader = case.samples // times
     parts = [times * math.ceil(of_loader / count) for count in range(2, of_loader + 1)]
     sizes = {n: peak(n) for n in dict.fromkeys(parts)}
-    is_drawn = case.shapes.draws_poisson and case.shapes.program.expected_samples is not None
+    is_drawn = case.is_drawn and case.shapes.program.expected_samples is not None
     for spares in (case.memory.fragments, False):
         for n, instant in sizes.items():
             spare = max(instant.bytes // (3 if is_drawn else 5), case.largest_block(n)) if spares else 0
@@ -309,16 +322,20 @@ def _action(mode: str) -> Action:
 
 def _code(current: str, mode: str, shapes: TrainingShapes) -> str:
     call, program = shapes.engine_call, shapes.program
-    if mode == "flash_clip":  # without a criterion
-        names = f"{program.model}, {program.optimizer}, {program.loader} = " if current in ("ghost", "fast") else ""
-        return (
-            "from opacus_memprof import PrivacyEngine  # has Opacus' interface\n"
-            f'{names}PrivacyEngine().{call}(..., grad_sample_mode="flash_clip")'
-        )
+    criterion, loss = program.criterion or "criterion", program.loss or "torch.nn.CrossEntropyLoss()"
     if mode == "ghost":
-        names = f"{program.model}, {program.optimizer}, criterion, {program.loader}"
-        return f'{names} = engine.{call}(..., criterion=criterion, grad_sample_mode="ghost")'
-    return f'engine.{call}(..., grad_sample_mode="{mode}")'
+        names = f"{program.model}, {program.optimizer}, {criterion}, {program.loader}"
+        made = f"{criterion} = {loss}  # or the loss of the loop, which then calls it\n"
+        code = f'{names} = engine.{call}(..., criterion={criterion}, grad_sample_mode="ghost")'
+        return code if program.criterion else made + code
+    names = after = ""
+    if current in ("ghost", "fast"):  # which have returned a criterion, and have changed the one that they got
+        names = f"{program.model}, {program.optimizer}, {program.loader} = "
+        after = f"\n{criterion} = {loss}  # the loss itself" + ("" if program.loss else ", or another one")
+    if mode == "flash_clip":
+        imported = "from opacus_memprof import PrivacyEngine  # has Opacus' interface\n"
+        return f'{imported}{names}PrivacyEngine().{call}(..., grad_sample_mode="flash_clip"){after}'
+    return f'{names}engine.{call}(..., grad_sample_mode="{mode}"){after}'
 
 
 def _why(step: Step, mode: str) -> str:

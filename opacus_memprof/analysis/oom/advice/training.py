@@ -409,10 +409,20 @@ def adapters(case: Case, step: Step) -> Change | None:
         return None
 
     def apply(changed: Step) -> Step:
-        layers = tuple(map(_with_adapter, changed.layers))
+        layers = list(map(_with_adapter, changed.layers))
+        first = next(place for place, layer in enumerate(layers) if layer.module.bytes)
+        before, layers[: first + 1] = (
+            layers[:first],
+            [*map(_without_graph, layers[:first]), _first_in_graph(layers[first])],
+        )
+        freed = sum(each.activations for each in changed.layers) - sum(each.activations for each in layers)
+        # What runs without a graph holds an operation's input and output, and an activation function's result.
+        widest = max((each.forward.input_bytes + 2 * each.forward.output_bytes for each in before), default=0)
         sizes = [layer.module.bytes for layer in layers]
         return changed.with_changes(
             layers=layers,
+            forward_peak=max(changed.forward_peak - max(freed, 0), widest) if changed.forward_peak else 0,
+            product_peak=max(changed.product_peak - max(freed, 0), 0),
             resident=changed.resident + sum(sizes),
             trained=sum(sizes),
             largest=max(sizes),
@@ -453,6 +463,27 @@ def _with_adapter(layer: Layer) -> Layer:
     return replace(layer, module=adapter, activations=activations, residual_gradient=scaled, is_added=False)
 
 
+def _without_graph(layer: Layer) -> Layer:
+    """Returns a layer before the first trained one, which autograd does not record."""
+    forward = replace(layer.forward, input_bytes=0, output_bytes=0, from_leaf=True)
+    return Layer(layer.name, layer.module, forward, 0)
+
+
+def _first_in_graph(layer: Layer) -> Layer:
+    """Returns the first trained layer, before which autograd records nothing: it keeps its input."""
+    kept = 0 if layer.forward.from_leaf else layer.forward.input_bytes
+    return replace(
+        layer,
+        forward=replace(layer.forward, from_leaf=True),
+        activations=layer.activations - layer.saved_before + kept,
+        largest=min(layer.largest, layer.forward.output_bytes),
+        saved_before=kept,
+        largest_square=0,
+        shared=0,
+        operations=(),
+    )
+
+
 def _frozen(module: LayerShape) -> LayerShape:
     return replace(module, kind="frozen", bytes=0, weight=0, bias=0, rows=0, columns=0, sampled_in=None, tied_to="")
 
@@ -471,6 +502,7 @@ def shorter_sequence(case: Case, step: Step) -> Change | None:
         half = replace(
             forward,
             tokens=forward.tokens // 2,
+            most_tokens=forward.most_tokens // 2,
             input_bytes=forward.input_bytes // 2,
             output_bytes=forward.output_bytes // 2,
         )

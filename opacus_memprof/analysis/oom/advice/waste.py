@@ -30,6 +30,7 @@ from opacus_memprof.profiles.oom_report import Action
 from opacus_memprof.profiles.units import format_bytes, format_count
 
 _IN_TURN = "x, y = x.to(device), y.to(device)  # in the loop; keep no list or queue of batches on the GPU"
+_NOT_OF_EVALUATION = {"inputs", "per_sample_gradients"}
 _BY_HAND = ("unattributed", "backward_temporaries", "gradients")
 
 
@@ -285,12 +286,17 @@ def evaluate_without_graph(case: Case) -> Iterator[Suggestion]:
             Action(kind="no_grad", modules=[]),
         )
         return
-    # A layer needs its input and its output at once. Inputs may be a whole test set, which stays.
-    growing = {name: 2 * size for name, size in instant.parts.items() if name in PER_SAMPLE - {"inputs"}}
+    # Inputs may be a whole test set, which stays. Per-sample gradients are those of the step before.
+    growing = {"forward_temporaries": case.forward}
+    if not case.forward:  # a layer needs its input and its output at once
+        growing = {name: 2 * size for name, size in instant.parts.items() if name in PER_SAMPLE - _NOT_OF_EVALUATION}
+    steps = [each for each in case.history.peaks if each.phase not in ("forward", "idle")]
+    training = [Instant(each.phase, "", dict(each.categories)) for each in steps]
     sizes = (samples >> halvings for halvings in range(1, samples.bit_length()))
     for n in sizes:
         smaller = {name: size * n // samples for name, size in growing.items()}
-        peak = replace(instant, parts={**instant.parts, **smaller})
+        evaluating = replace(instant, parts={**instant.parts, **smaller})
+        peak = max(evaluating, *training, key=lambda each: each.bytes)
         if case.fits(peak.bytes) is not False:
             yield suggest(
                 case,
