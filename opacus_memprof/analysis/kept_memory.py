@@ -193,7 +193,7 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[st
 
     Models are equal if modules of the same names have parameters of the same size. Left out are models that are still
     trained: models with activations, as the second of a pair, and models that were made in the same step as the last
-    one, as for several clients.
+    one, as for several clients. The last one has activations; names tell only if none has, or if steps are unknown.
 
     Args:
         modules: bytes by category of each module.
@@ -216,12 +216,18 @@ def earlier_models(modules: Mapping[str, Mapping[str, int]], made_in: Mapping[st
             running.add((number, model))
         if categories.keys() - {"model_parameters", "buffers"}:
             trained.add((number, model))
-    last = max(trained & parts.keys(), default=(1, ""))
+    last = max(trained & parts.keys() & running or trained & parts.keys(), default=(1, ""))
     if last not in parts:
         return {}
-    earlier = (model for model in sorted(parts) if model < last and parts[model] == parts[last])
-    in_turn = {name for name, step in made_in.items() if step == made_in.get(last[1])}
-    return {model[1]: sizes[model] for model in earlier if model not in running and model[1] not in in_turn}
+    now = made_in.get(last[1])
+
+    def is_earlier(model: tuple[int, str]) -> bool:
+        step = made_in.get(model[1])
+        return model < last if step is None or now is None else step < now
+
+    # An average of the others, as a server has, has only parameters, and is none of a training.
+    equal = (model for model in sorted(parts) if model in trained - running and parts[model] == parts[last])
+    return {model[1]: sizes[model] for model in equal if is_earlier(model)}
 
 
 def gradients_of_other_models(run: Run) -> Iterator[Finding]:

@@ -50,6 +50,8 @@ _unused = 0  # calls of zero_grad that cleared per-sample gradients which no ste
 
 
 _PACKAGE = str(Path(__file__).parents[1])
+_WRAPPERS = (_PACKAGE, *(f"/site-packages/{name}/" for name in ("accelerate", "opacus", "peft", "torch")))
+_RETURNED = 4  # instructions before the end of a function that can load what it returns
 
 
 def _reset() -> None:
@@ -399,12 +401,14 @@ def observe_program(shapes: TrainingShapes) -> None:
     outermost: dict[str, str] = {}
     batch_sizes: set[int | None] = set()
     criterion = loss = ""
+    has_trainer = False
     computes_epsilon = False
     next_call = ""
     accumulates = False
     is_in_forward = True
     for frame in forward_shapes.running_frames():
         is_in_forward &= frame.f_code.co_name not in ("backward", "step")
+        has_trainer |= any(each.__module__ == "transformers.trainer" for each in _classes_of_self(frame))
         if _is_own(frame.f_code.co_filename):
             next_call = next_call or _next_call(frame)
             accumulates |= not shapes.mode and _accumulates(frame)
@@ -435,6 +439,7 @@ def observe_program(shapes: TrainingShapes) -> None:
         loader=names.get("loader", default.loader),
         criterion=criterion or default.criterion,
         loss=loss or default.loss,
+        has_trainer=has_trainer or default.has_trainer,
         computes_epsilon=computes_epsilon or default.computes_epsilon,
         adopts_samples=samplers is not None and samplers.adopts_grad_samples(),
         has_norm_samplers=samplers is not None and samplers.has_norm_samplers(),
@@ -459,6 +464,7 @@ def _observe_call(shapes: TrainingShapes) -> None:
     observe_program(shapes)
     frame = next((each for each in forward_shapes.running_frames() if _is_own(each.f_code.co_filename)), None)
     shapes.keeps_output = frame is not None and _stores_in_loop(frame)
+    shapes.drops_output = _drops_result(forward_shapes.running_frames())
 
 
 forward_shapes.observe_largest.append(_observe_call)
@@ -474,6 +480,29 @@ def _stores_in_loop(frame: FrameType) -> bool:
         and any("JUMP" in each.opname and each.argval <= last for each in later)
         and not any(each.opname.startswith("DELETE_") and each.argval == stored.argval for each in later)
     )
+
+
+def _drops_result(frames: Iterator[FrameType]) -> bool:
+    """Returns whether no variable keeps the model's result until the backward pass.
+
+    The model's caller, the first of `frames` that is not a wrapper's, has none for it, or neither calls backward nor
+    returns it.
+    """
+    for frame in frames:
+        if any(package in frame.f_code.co_filename for package in _WRAPPERS):
+            continue
+        instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname != "CACHE"]
+        later = [each for each in instructions if each.offset > frame.f_lasti]
+        if not later or later[0].opname.startswith("RETURN"):
+            continue
+        if not later[0].opname.startswith(("STORE_", "UNPACK_")):
+            return True
+        if "backward" in frame.f_code.co_names or later[0].opname.startswith("UNPACK_"):
+            return False
+        returns = [place for place, each in enumerate(instructions) if each.opname.startswith("RETURN")]
+        read = {each.argval for place in returns for each in instructions[max(place - _RETURNED, 0) : place]}
+        return not _is_own(frame.f_code.co_filename) or later[0].argval not in read
+    return False
 
 
 def _next_call(frame: FrameType) -> str:
@@ -533,6 +562,11 @@ def _names_in(frame: FrameType) -> dict[str, str]:
                 ),
             )
     return names
+
+
+def _classes_of_self(frame: FrameType) -> tuple[type, ...]:
+    is_method = frame.f_code.co_varnames[:1] == ("self",)
+    return type(variables_of(frame).get("self")).__mro__ if is_method else ()
 
 
 def _criterion_in(frame: FrameType) -> tuple[str, str]:

@@ -7,6 +7,7 @@ out. The model's own code runs a second time then: changes to the model stay in 
 
 import copy
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,9 +215,7 @@ class _ShapeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _shapes(named: Sequence[tuple[str, nn.Module]], call: Call) -> list[torch.Size]:
     recorder = _ShapeRecorder()
-    with FakeTensorMode() as fake, torch.no_grad(), ExitStack() as stack:
-        for context in call.autocast:
-            stack.enter_context(context)
+    with _fake_mode(call) as fake, torch.no_grad():
         model, _ = _copy(named, fake, call)
         leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.structure)
@@ -226,9 +225,7 @@ def _shapes(named: Sequence[tuple[str, nn.Module]], call: Call) -> list[torch.Si
 
 
 def _peak_without_graph(named: Sequence[tuple[str, nn.Module]], call: Call) -> int:
-    with FakeTensorMode() as fake, torch.no_grad(), ExitStack() as stack:
-        for context in call.autocast:
-            stack.enter_context(context)
+    with _fake_mode(call) as fake, torch.no_grad():
         model, _ = _copy(named, fake, call)
         leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
         excluded = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -239,9 +236,7 @@ def _peak_without_graph(named: Sequence[tuple[str, nn.Module]], call: Call) -> i
 
 
 def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[str], captures: bool) -> WholeForward:
-    with FakeTensorMode() as fake, ExitStack() as stack:
-        for context in call.autocast:
-            stack.enter_context(context)
+    with _fake_mode(call) as fake:
         model, copies = _copy(named, fake, call)
         leaves = [leaf.make() if isinstance(leaf, TensorShape) else leaf for leaf in call.leaves]
         excluded = [*model.parameters(), *model.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -255,6 +250,25 @@ def _run(named: Sequence[tuple[str, nn.Module]], call: Call, layers: frozenset[s
                 output = model(*args, **(kwargs or {}))
         samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
         return recorder.result(output, samples)
+
+
+@contextmanager
+def _fake_mode(call: Call) -> Iterator[FakeTensorMode]:
+    """Uses fake tensors, within the call's autocast contexts.
+
+    Models of transformers ask whether positions begin anew within a sequence, which fake tensors do not answer: they
+    do not where the model itself numbers them.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    asks = getattr(masks, "find_packed_sequence_indices", None)
+    _, named = tree_unflatten(list(call.leaves), call.structure)
+    with FakeTensorMode() as fake, ExitStack() as stack:
+        for context in call.autocast:
+            stack.enter_context(context)
+        if masks is not None and asks is not None and (named or {}).get("position_ids") is None:
+            vars(masks)["find_packed_sequence_indices"] = lambda position_ids: None
+            stack.callback(vars(masks).update, find_packed_sequence_indices=asks)
+        yield fake
 
 
 @contextmanager

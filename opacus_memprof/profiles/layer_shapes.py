@@ -238,6 +238,7 @@ class Program:
     Attributes:
         model, optimizer, loader: names of variables.
         criterion: the name of a loss that is a module; "" if there is none. `loss` makes it, if its class is torch's.
+        has_trainer: whether transformers' Trainer trains.
         computes_epsilon: whether the function that trains calls get_epsilon, too.
         adopts_samples: whether adopt_grad_samples is in effect.
         has_norm_samplers: whether register_norm_samplers is in effect.
@@ -253,6 +254,7 @@ class Program:
     loader: str = "loader"
     criterion: str = ""
     loss: str = ""
+    has_trainer: bool = False
     computes_epsilon: bool = False
     adopts_samples: bool = False
     has_norm_samplers: bool = False
@@ -297,6 +299,8 @@ class TrainingShapes:
         clears_late: whether the optimizer's zero_grad comes between a forward pass and its backward pass, so that what
             a step leaves lives through the next forward pass.
         keeps_output: whether a variable of the loop keeps the model's output through the next forward pass.
+        drops_output: whether no variable keeps the model's output until its backward pass, as where another function
+            takes the loss from it.
         accumulates: whether the program without Opacus clears gradients only after some of its backward passes, as the
             text of its loop says. Asked for when memory has run out.
         forward_step: the physical step of the latest forward pass that recorded a graph; None before the first one.
@@ -350,6 +354,7 @@ class TrainingShapes:
     keeps_gradients: bool | None = None
     clears_late: bool = False
     keeps_output: bool = False
+    drops_output: bool = False
     accumulates: bool = False
     forward_step: int | None = None
     cleared_step: int | None = None

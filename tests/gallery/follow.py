@@ -14,6 +14,8 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
     lines = [line for line in code if line not in imports]
     environment: dict[str, str] = {}
     # Lines of several actions: the first matching action takes a line, and the last action what is left.
+    if code[0].startswith("TrainingArguments("):  # of transformers' Trainer
+        return _training_arguments(script, code), {}
     for kind in kinds:
         own = [line for line in lines if re.search(_LINES[kind], line)] if kind in _LINES and len(kinds) > 1 else lines
         lines = [line for line in lines if line not in own] if len(kinds) > 1 else lines
@@ -43,6 +45,16 @@ def follow(script: str, suggestion: Mapping[str, Any]) -> tuple[str, dict[str, s
         }[kind](script, own)
         environment |= more
     return _after_imports(script, imports), environment
+
+
+def _training_arguments(script: str, code: list[str]) -> str:
+    """Arguments take the place of those with the same name, or stand before all others that are named."""
+    for line in code:
+        added = line.partition("...")[2].partition("  #")[0].removeprefix(", ").removesuffix(")")
+        for name in re.findall(r"(\w+)=", added):
+            script = re.sub(rf", {name}=[^,)]+", "", script)
+        script = re.sub(r"(TrainingArguments\([^,]+)", rf"\1, {added}", script)
+    return script
 
 
 Edited = tuple[str, dict[str, str]]

@@ -50,9 +50,9 @@ def test_other_private_models_change_with_the_mode_and_earlier_ones_can_be_freed
 def test_advice_that_is_followed_is_right_and_is_not_given_again() -> None:
     script = (SCRIPTS / "trainer.py").read_text()
     improvements = {each["title"]: each for each in _improvements(script)}
-    assert improvements['grad_sample_mode="ghost"']["code"].startswith(
-        "self.net, self.adam, criterion, self.batches = "
-    )
+    made, code = improvements['grad_sample_mode="ghost"']["code"].splitlines()
+    assert made.startswith("criterion = torch.nn.CrossEntropyLoss()  # or the loss of the loop")
+    assert code.startswith("self.net, self.adam, criterion, self.batches = ")
     adopting = improvements["per-sample gradients without a copy of each"]
     changed, _ = follow(script, {"actions": [{"kind": "adopt_grad_samples"}], "code": adopting["code"]})
     _expect(adopting, changed)
@@ -173,11 +173,24 @@ def test_a_smaller_batch_is_one_of_the_loader_and_says_what_a_loss_that_compares
     report = _oom_report(script, int(memory * _device_of(script)["peak"]["requested_bytes"]), tmp_path)
     (smaller,) = (each for each in report["suggestions"] if each["actions"][0]["kind"] == "batch_size")
     assert "a batch of 128 samples instead of 256: the model gets 2 for each sample" in smaller["title"]
-    text = "compares fewer samples" if is_seen else "train as with 256, unless the loss compares samples"
+    text = "the loss compares fewer samples" if is_seen else "if the loss compares no samples: step and zero_grad"
     assert text in smaller["code"]
     if not is_seen:  # there, convolutions got smaller workspaces than on a larger GPU
         changed, _ = follow(script, smaller)
         _expect(smaller, changed)
+
+
+@pytest.mark.parametrize("kind", ["batch_size", "checkpoint", pytest.param("optimizer", marks=pytest.mark.nightly)])
+def test_advice_for_a_trainer_of_transformers_is_its_arguments(kind: str, tmp_path: Path) -> None:
+    script = (SCRIPTS / "transformers_trainer.py").read_text()
+    actual = _device_of(script)["peak"]["requested_bytes"]
+    report = _oom_report(script, actual * 65 // 100, tmp_path)
+    # The Trainer keeps no logits until backward, and nothing asks whether the positions are of several sequences.
+    assert (1 - MOST_BELOW) * actual <= report["needed"]["bytes"] <= (1 + MOST_ABOVE) * actual
+    (found,) = (each for each in report["suggestions"] if [a["kind"] for a in each["actions"]] == [kind])
+    assert found["code"].startswith("TrainingArguments(..., ")
+    changed, _ = follow(script, found)
+    _expect(found, changed)
 
 
 def test_an_evaluation_without_graph_needs_what_its_forward_pass_does(tmp_path: Path) -> None:

@@ -185,6 +185,13 @@ def test_per_sample_gradients_of_torch_func(live: int, is_found: bool) -> None:
     assert [each.bytes for each in found] == [600] * is_found
 
 
+def test_the_model_with_activations_is_the_last_one_whatever_its_name() -> None:
+    kept = {"model_parameters": 10, "gradients": 20}
+    modules = {"fc": kept, "Net#2.fc": kept | {"activations": 5}, "Net#3.fc": kept}
+    made_in = {"the first": 0, "Net#2": 4, "Net#3": 2}
+    assert earlier_models(modules, made_in) == {"the first": 30, "Net#3": 30}
+
+
 @pytest.mark.parametrize(("step", "earlier"), [(7, {"the first": 30}), (0, {}), (None, {"the first": 30})])
 def test_models_that_were_made_together_are_no_earlier_ones(step: int | None, earlier: dict[str, int]) -> None:
     modules = {name: {"model_parameters": 10, "gradients": 20} for name in ("fc", "Net#2.fc")}

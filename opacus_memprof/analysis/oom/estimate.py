@@ -104,6 +104,9 @@ def estimate_step(failure: Failure, shapes: TrainingShapes, history: History, le
         is_cast = any(layer.is_autocast for layer in layers)
         in_float32 = produced * 4 // last.forward.element_bytes + is_cast * produced
         output, loss = produced, max(saved.loss, loss, in_float32)  # losses compute in float32
+        if shapes.drops_output and saved.loss and whole is not None:  # of a model that computes its loss itself
+            unsaved = sum(each.bytes for each in whole.blocks if each.is_output and not each.first_save)
+            output -= int(samples / max(whole.samples, 1) * unsaved)
     elif whole is not None:
         loss = max(missing - saved.tail - calls * produced, saved.loss)
     elif missing > 0:  # backward releases the loss's activations first

@@ -84,7 +84,14 @@ class Case:
             scaled.append(self.failure.requested)
         return max(scaled, default=0) * n // max(self.samples or 1, 1)
 
-    def peak(self, n: int | None = None, *, with_leftovers: bool = True, gradients: Gradients = "kept") -> Instant:
+    def peak(
+        self,
+        n: int | None = None,
+        *,
+        with_leftovers: bool = True,
+        gradients: Gradients = "kept",
+        is_part: bool = False,
+    ) -> Instant:
         """Returns the peak of a step in the run's own mode.
 
         Args:
@@ -93,9 +100,13 @@ class Case:
             gradients: p.grad outlives zero_grad if it does so now ("kept"), is dropped by it ("zeroed"), or is dropped
                 as soon as autograd has accumulated it ("dropped"). "early": what a step leaves is cleared before the
                 next forward pass.
+            is_part: the program without Opacus adds up the gradients of such batches, which are live in later ones.
         """
         n = self.most_samples if n is None else n
-        return max(self._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
+        case = replace(self, shapes=replace(self.shapes, accumulates=True)) if is_part else self
+        if is_part and self.step is not None:
+            case = replace(case, step=self.step.with_changes(keeps_gradients=True))
+        return max(case._instants(n, with_leftovers, gradients), key=lambda instant: instant.bytes)
 
     def peak_of(
         self, step: Step, n: int | None = None, *, same_forward: bool = True, accumulates: bool = False
@@ -252,6 +263,8 @@ class Case:
                 sizes["gradients"] = max(sizes.get("gradients", 0), own + others)
         if accumulates and self.shapes.mode:
             sizes["summed_gradients"] = max(sizes.get("summed_gradients", 0), self.shapes.trained_bytes)
+        elif accumulates and self.shapes.accumulates:
+            sizes["gradients"] = max(sizes.get("gradients", 0), self.shapes.trained_bytes + others)
         if late is not None:
             return sizes
         if (gradients == "dropped" and phase in _PHASE_ORDER[:4]) or (gradients == "zeroed" and phase == "forward"):

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from opacus_memprof.analysis.oom.advice.suggestion import (
     BATCH,
@@ -32,7 +33,8 @@ def physical_batch(case: Case) -> Iterator[Suggestion]:
 
     If batch sizes vary, as in Poisson sampling, this also bounds later, larger batches.
     """
-    found = largest_that_fits(case, case.peak)
+    is_part = not case.shapes.mode and not case.shapes.has_nodes and not case.shapes.mixes_samples()
+    found = largest_that_fits(case, partial(case.peak, is_part=is_part))
     if found is None or case.samples is None:
         return
     n, instant = found
@@ -92,21 +94,27 @@ def _smaller_batch(case: Case, n: int, instant: Instant) -> Suggestion:
     samples, size = (case.samples or n) // times, n // times
     parts = math.ceil(samples / size)
     mixes = case.shapes.mixes_samples()
-    how = (
-        "which compares fewer samples: accumulated gradients are not those of the whole batch"
-        if mixes
-        else f"step and zero_grad after every {parts} batches, with loss / {parts}, train as with {samples}"
-    )
-    if not mixes and case.failure.phase in ("forward", "idle"):  # its loss has not been seen
-        how += ", unless the loss compares samples"
-    of_each = f": the model gets {times} for each sample of the loader" if times > 1 else ""
+    if mixes:
+        code = f"DataLoader(..., batch_size={size})  # the loss compares fewer samples, also if gradients accumulate"
+    elif case.shapes.program.has_trainer:
+        accumulating = f"per_device_train_batch_size={size}, gradient_accumulation_steps={parts}"
+        code = f"TrainingArguments(..., {accumulating})  # trains as with {samples}"
+    else:
+        how = f"step and zero_grad after every {parts} batches, with loss / {parts}, train as with {samples}"
+        code = f"DataLoader(..., batch_size={size})  # {how}"
+        if case.failure.phase in ("forward", "idle"):  # the loss has not been seen
+            code = f"DataLoader(..., batch_size={size})  # if the loss compares no samples: {how}"
+    count = format_count(size, "sample")
+    title = f"a batch of {count} instead of {samples}"
+    if times > 1:
+        title = f"a batch of {count} instead of {samples}: the model gets {times} for each sample of the loader"
     change = SEQUENCE if mixes else BATCH if 2 * size >= samples else SMALL_BATCH
     return suggest(
         case,
         instant,
         change,
-        f"a batch of {format_count(size, 'sample')} instead of {samples}{of_each}",
-        f"DataLoader(..., batch_size={size})  # {how}",
+        title,
+        code,
         f"In this run a sample takes {format_bytes(bytes_per_sample(case, case.peak))} at the peak, and the rest does "
         "not grow with the batch.",
         Action(kind="batch_size", value=size),

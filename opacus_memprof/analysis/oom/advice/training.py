@@ -211,6 +211,9 @@ def _operations_behind(name: str, last: Layer, blocks: Sequence[KeptBlock]) -> L
 
 def _checkpoint_code(case: Case, units: list[str], *, reentrant: bool) -> str:
     program = case.shapes.program
+    if program.has_trainer and not case.shapes.mode:
+        kind = '{"use_reentrant": False}'
+        return f"TrainingArguments(..., gradient_checkpointing=True, gradient_checkpointing_kwargs={kind})"
     if program.enables_checkpoints is not None:
         path = program.enables_checkpoints
         model = f'{program.model}.get_submodule("{path}")' if path else program.model
@@ -306,7 +309,9 @@ def optimizer_states(case: Case, step: Step) -> Change | None:
     return Change(
         OPTIMIZER,
         f"SGD without momentum instead of {optimizer}",
-        f"torch.optim.SGD({case.shapes.program.model}.parameters(), lr=...)",
+        'TrainingArguments(..., optim="sgd")'
+        if case.shapes.program.has_trainer
+        else f"torch.optim.SGD({case.shapes.program.model}.parameters(), lr=...)",
         f"{optimizer} keeps {format_bytes(step.states)}, and its step temporarily allocates "
         f"{format_bytes(step.update)} more.",
         (Action(kind="optimizer", value="SGD"),),
