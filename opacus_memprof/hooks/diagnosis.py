@@ -144,6 +144,7 @@ def on_update(follow: Callable[[Optimizer], None], optimizer: Optimizer, args: A
         steps = _private_steps
     elif _updates_in_public(optimizer):
         _public_steps += 1
+        observations.layer_shapes().is_public = True
         follow(optimizer)
         details = {"private": _private_steps, "optimizer": type(optimizer).__name__}
         details["is_original"] = optimizer in _originals  # also where the program has dropped what was returned

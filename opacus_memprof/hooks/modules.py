@@ -139,6 +139,10 @@ class ModelForwardPreHook:
         self.previous_phase = native.set_phase(FORWARD)
         forward_shapes.observe_transforms(root)
         samples, elements = native.tag_inputs((args, kwargs))
+        if samples < 0:  # a batch whose gradient is asked for, as of adversarial examples
+            leaves = [each for each in native.tensors_in((args, kwargs)) if each.is_leaf and each.dim()]
+            samples = leaves[0].shape[0] if leaves else samples
+            elements = sum(each.numel() for each in leaves)
         if samples >= 0:
             forward_shapes.on_batch(user_model(root), samples, elements, (args, kwargs or {}), captures_outstanding)
 

@@ -314,6 +314,7 @@ class TrainingShapes:
             gradients of one sample; None if that was not seen.
         evaluation: the samples of the latest forward pass, and whether it records a graph, if it is in eval mode and
             another was in training mode; else None.
+        is_public: whether an optimizer updates a private model without clipping and noise.
         accumulated: the most backward passes whose per-sample gradients were kept for one step.
         released: the most forward passes whose captures a backward has released together.
         engine_call: the method of the PrivacyEngine that the program has called last.
@@ -364,6 +365,7 @@ class TrainingShapes:
     input_bytes: int = 0
     by_hand: tuple[int, int] | None = None
     evaluation: tuple[int, bool] | None = None
+    is_public: bool = False
     accumulated: int = 1
     released: int = 1
     engine_call: str = "make_private"

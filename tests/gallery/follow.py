@@ -123,7 +123,7 @@ def _after_training_begins(script: str, code: list[str]) -> Edited:
 
 def _mode(script: str, code: list[str]) -> Edited:
     (line,) = (line for line in code if "make_private" in line)
-    found = re.search(r"make_private\(\.\.\., (.*)\)", line)
+    found = re.search(r"make_private\w*\(\.\.\., (.*)\)", line)
     assert found, line
     script = re.sub(r'grad_sample_mode="\w+",?\s*', "", script)
     if line.startswith("model, optimizer, loader ="):  # a criterion is not returned

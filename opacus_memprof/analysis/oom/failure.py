@@ -354,7 +354,9 @@ def made_in_step(failure: Failure, shapes: TrainingShapes) -> int:
     """
     samples = shapes.batch_size_in(failure.step)
     unattributed = [group for group in failure.block_groups if group.category == "unattributed"]
-    groups = [group for group in unattributed if group.phase == "idle" and group.step >= failure.step - 1]
+    kept = {group.op for group in unattributed if group.op and group.step < failure.step - 1}  # by lines of the program
+    recent = [group for group in unattributed if group.phase == "idle" and group.step >= failure.step - 1]
+    groups = [group for group in recent if group.op not in kept]
     made = sum(group.bytes for group in groups if samples and group.largest % samples == 0)
     if failure.step < 2:  # step 0 has what was there before the first batch, too
         live = sum(group.bytes for group in unattributed)

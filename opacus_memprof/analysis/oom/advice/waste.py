@@ -17,6 +17,7 @@ from opacus_memprof.analysis.oom.failure import (
     ACTIVATIONS,
     CONTEXT,
     MARGIN,
+    BlockGroup,
     find_evaluation,
     is_crowded_by_others,
     is_fragmented,
@@ -31,6 +32,7 @@ from opacus_memprof.profiles.units import format_bytes, format_count
 
 _IN_TURN = "x, y = x.to(device), y.to(device)  # in the loop; keep no list or queue of batches on the GPU"
 _NOT_OF_EVALUATION = {"inputs", "per_sample_gradients"}
+_MANY_TENSORS = 3  # of the bytes of a step's peak, one in so many
 _BY_HAND = ("unattributed", "backward_temporaries", "gradients")
 
 
@@ -82,6 +84,20 @@ def release_leftovers(case: Case) -> Iterator[Suggestion]:
         )
         return
     steps = left.steps
+    if case.shapes.is_public and "per_sample_gradients" in left.by_category:
+        program = case.shapes.program
+        yield suggest(
+            case,
+            instant,
+            DEFECT,
+            "stepping the optimizer that make_private returned: this training is not private",
+            f"{program.model}, {program.optimizer}, {program.loader} = PrivacyEngine().{case.shapes.engine_call}(...)"
+            "  # the loop calls zero_grad and step of this optimizer",
+            f"{size} of per-sample gradients stay from {format_count(len(steps), 'step')}: the optimizer that steps "
+            "neither clips, nor adds noise, nor clears them.",
+            Action(kind="let_go", categories=list(left.by_category), modules=list(left.by_module)),
+        )
+        return
     categories = ", ".join(name.replace("_", " ") for name in left.by_category)
     code = (
         "losses.append(loss.item())  # not the tensor, which keeps its step's memory alive; or .detach().cpu()"
@@ -148,7 +164,10 @@ def clear_other_models(case: Case) -> Iterator[Suggestion]:
         case.failure.module,
         *(group.module for group in case.failure.block_groups if group.category in ACTIVATIONS),
     }
-    in_use = {model_of(module)[1] for module in in_use if module}
+    # Between backward and zero_grad none has activations.
+    in_use = {model_of(module)[1] for module in in_use if module} or {
+        model_of(module)[1] for module in case.shapes.modules
+    }
     theirs = [
         group
         for group in case.failure.block_groups
@@ -180,6 +199,8 @@ def move_batches_in_turn(case: Case) -> Iterator[Suggestion]:
         return
     if case.leftovers.bytes:  # graphs of forward passes keep their inputs
         return
+    if case.step is None or not case.step.made:  # what a step makes of its batch is not kept
+        yield from _keep_fewer_tensors(case)
     inputs = [group for group in case.failure.block_groups if group.category in ("inputs", "unattributed")]
     largest_block = max((group.largest for group in inputs if group.category == "inputs"), default=0)
     waiting = [group for group in inputs if group.largest == largest_block]
@@ -210,20 +231,26 @@ def move_batches_in_turn(case: Case) -> Iterator[Suggestion]:
 
 
 def _keep_fewer_tensors(case: Case) -> Iterator[Suggestion]:
-    """Suggests moving tensors one at a time, if one line made many of them and memory ran out before the first step."""
-    groups = [group for group in case.failure.block_groups if group.category == "unattributed"]
-    group = max(groups, key=lambda each: each.bytes, default=None)
-    count = 0 if group is None else group.bytes // group.largest
+    """Suggests moving tensors one at a time, if one line of the program made many of them, which are live."""
+    by_line: dict[str, list[BlockGroup]] = {}
+    for group in case.failure.block_groups:
+        if group.category == "unattributed" and ":" in group.op:
+            by_line.setdefault(group.op, []).append(group)
+    groups = max(by_line.values(), key=lambda each: sum(group.bytes for group in each), default=[])
+    size, largest_block = sum(each.bytes for each in groups), max((each.largest for each in groups), default=1)
+    count, line = size // largest_block, groups[0].op.partition(" < ")[0] if groups else ""
     instant = case.peak()
-    if group is None or ":" not in group.op or count <= MANY_BATCHES or 2 * group.bytes < instant.bytes:
+    if count <= MANY_BATCHES or _MANY_TENSORS * size < instant.bytes:
         return
     yield suggest(
         case,
-        _without(instant, {"unattributed": group.bytes - group.largest}),
+        _without(instant, {"unattributed": size - largest_block}),
         DEFECT,
-        f"moving each of {count} tensors of {format_bytes(group.largest)} to the GPU when it is its turn",
-        f"# {group.op} keeps them: leave them on the CPU, and call .to(device) in the loop for the one that is needed",
-        "They were made before the first training step.",
+        f"moving each of {count} tensors of {format_bytes(largest_block)} to the GPU when it is its turn",
+        f"# {line} keeps them: leave them on the CPU, and call .to(device) in the loop for the one that is needed",
+        "They were made before the first training step."
+        if case.samples is None
+        else "They are kept from step to step, and more may follow.",
         Action(kind="move_in_turn"),
     )
 
