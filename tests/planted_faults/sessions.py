@@ -203,8 +203,8 @@ FAULTS: Texts = {
     "analysis/oom/advice/changes.py": [
         (
             "A batch of the expected size is said to be a large draw.",
-            "elif case.shapes.draws_poisson and (program.expected_samples or case.samples) < case.samples:",
-            "elif case.shapes.draws_poisson and program.expected_samples:",
+            "elif case.is_drawn and (program.expected_samples or case.samples) < case.samples:",
+            "elif case.is_drawn and program.expected_samples:",
             "unit/oom_advice::the_physical_batch_is_told_in_what_the_program_has",
         ),
         (
