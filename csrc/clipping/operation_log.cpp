@@ -21,8 +21,6 @@ constexpr std::int64_t kMostDimensions = 8;
 constexpr std::size_t kMostSequences = 4096;
 constexpr std::size_t kMostOperations = 1 << 20;  // of a record that nothing ends
 
-thread_local OperationLog* recording = nullptr;
-
 // The integers of these depend on the lengths of samples, or on their number.
 bool has_sizes(std::string_view name) {
   static const std::unordered_set<std::string_view> kNames = {
@@ -147,32 +145,42 @@ std::uint64_t hash_of(const c10::IValue& value, const char* operation) {
 
 }  // namespace
 
+thread_local OperationLog::Recording OperationLog::recording_;
+
+void OperationLog::Recording::end() {
+  if (record == nullptr) return;
+  at::removeCallback(callback);
+  record->is_open = false;
+  record = nullptr;
+}
+
 OperationLog::~OperationLog() {
-  if (is_recording_) end(false);
+  if (record_ != nullptr) end(false);
 }
 
 void OperationLog::begin(bool with_inner) {
-  if (recording != nullptr) recording->end(false);  // a forward that has raised an error
-  with_inner_ = with_inner;
-  depth_ = 0;
-  before_ = before_that_ = sequence_ = 0;
+  recording_.end();  // of a forward that has raised an error, or one that another thread has ended
   last_.clear();
+  record_ = std::make_shared<Record>();
+  record_->with_inner = with_inner;
+  recording_.record = record_;
   const auto leave = with_inner ? nullptr : &OperationLog::leave;
-  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&OperationLog::record, leave)
-                                             .needsInputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}));
-  is_recording_ = true;
-  recording = this;
+  recording_.callback =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&OperationLog::record, leave)
+                                     .needsInputs(true)
+                                     .scopes({at::RecordScope::FUNCTION}));
 }
 
 bool OperationLog::end(bool is_ordered) {
-  if (!is_recording_) return false;
-  at::removeCallback(callback_);
-  is_recording_ = false;
-  recording = nullptr;
-  if (sequences_.count(sequence_) != 0) return false;
+  const std::shared_ptr<Record> ended = std::move(record_);
+  if (ended == nullptr) return false;
+  record_ = nullptr;
+  if (recording_.record != ended) return ended->is_open.exchange(false);
+  recording_.end();
+  last_ = std::move(ended->operations);
+  if (sequences_.count(ended->sequence) != 0) return false;
   if (has_unknown(is_ordered)) return true;
-  if (sequences_.size() < kMostSequences) sequences_.insert(sequence_);
+  if (sequences_.size() < kMostSequences) sequences_.insert(ended->sequence);
   return false;
 }
 
@@ -212,17 +220,18 @@ bool OperationLog::is_unknown(std::uint64_t key, std::uint64_t value) const {
 }
 
 std::unique_ptr<at::ObserverContext> OperationLog::record(const at::RecordFunction& operation) {
-  OperationLog* const log = recording;
-  if (log == nullptr || (!log->with_inner_ && log->depth_++ > 0)) return nullptr;
-  if (log->last_.size() == kMostOperations) return nullptr;
+  Record* const own = recording_.record.get();
+  if (own == nullptr || !own->is_open) return nullptr;
+  if (!own->with_inner && own->depth++ > 0) return nullptr;
+  if (own->operations.size() == kMostOperations) return nullptr;
   const char* const name = operation.name();
   // An operator is known by its overload, which is never moved. What torch records under a string
   // ("detach") has that string on the stack, elsewhere in each call, and shares one overload.
   const auto overload = reinterpret_cast<std::uintptr_t>(operation.overload_name());
   const std::uint64_t id = mix(std::hash<std::string_view>{}(name), overload);
-  const std::uint64_t context = mix(mix(mix(0, log->before_that_), log->before_), id);
-  log->before_that_ = log->before_;
-  log->before_ = id;
+  const std::uint64_t context = mix(mix(mix(0, own->before_that), own->before), id);
+  own->before_that = own->before;
+  own->before = id;
   std::uint64_t numbers = 0;
   const auto inputs = operation.inputs();
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -231,14 +240,15 @@ std::unique_ptr<at::ObserverContext> OperationLog::record(const at::RecordFuncti
     }
   }
   if (is_made_of_number(name, inputs)) numbers = mix(numbers, number_in(inputs[0].toTensor()));
-  log->sequence_ = mix(mix(log->sequence_, context), numbers);
-  log->last_.push_back({context, numbers});
+  own->sequence = mix(mix(own->sequence, context), numbers);
+  own->operations.push_back({context, numbers});
   return nullptr;
 }
 
 void OperationLog::leave(const at::RecordFunction& /*operation*/,
                          at::ObserverContext* /*context*/) {
-  if (recording != nullptr && recording->depth_ > 0) --recording->depth_;
+  Record* const own = recording_.record.get();
+  if (own != nullptr && own->depth > 0) --own->depth;
 }
 
 }  // namespace opacus_memprof::clipping

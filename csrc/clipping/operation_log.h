@@ -5,7 +5,9 @@
 
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -28,9 +30,9 @@ class OperationLog {
   // ones, because a dispatch mode of Python's changes what runs inside of them.
   void begin(bool with_inner);
 
-  // Ends the record. Returns whether it has unknown operations or numbers. Where forwards draw
-  // random numbers, parts of them may be skipped, so that equal operations are not told apart by
-  // their order.
+  // Ends the record. Returns whether it has unknown operations or numbers; true if another thread
+  // began it, as that may be adding to it. Where forwards draw random numbers, parts of them may be
+  // skipped, so that equal operations are not told apart by their order.
   bool end(bool is_ordered);
 
   // Adds the last record to the known operations.
@@ -45,6 +47,22 @@ class OperationLog {
     std::uint64_t context;  // its operator and the two before it
     std::uint64_t numbers;  // 0 if it has none
   };
+  // Shared with the thread that adds to it, which may live longer than the log.
+  struct Record {
+    bool with_inner = true;
+    std::atomic<bool> is_open = true;
+    int depth = 0;  // of operations inside of others
+    std::uint64_t before = 0;
+    std::uint64_t before_that = 0;
+    std::uint64_t sequence = 0;  // of all operations and numbers
+    std::vector<Operation> operations;
+  };
+  // What the running thread records.
+  struct Recording {
+    std::shared_ptr<Record> record;
+    at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+    void end();
+  };
 
   static std::unique_ptr<at::ObserverContext> record(const at::RecordFunction& operation);
   static void leave(const at::RecordFunction& operation, at::ObserverContext* context);
@@ -52,14 +70,10 @@ class OperationLog {
   [[nodiscard]] bool is_unknown(std::uint64_t key, std::uint64_t value) const;
   [[nodiscard]] bool has_unknown(bool is_ordered) const;
 
-  bool is_recording_ = false;
-  bool with_inner_ = true;
-  int depth_ = 0;  // of operations inside of others
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
-  std::uint64_t before_ = 0;
-  std::uint64_t before_that_ = 0;
-  std::uint64_t sequence_ = 0;  // of all operations and numbers
-  std::vector<Operation> last_;
+  static thread_local Recording recording_;
+
+  std::shared_ptr<Record> record_;  // the one that has begun
+  std::vector<Operation> last_;     // those of the one that has ended
 
   std::unordered_set<std::uint64_t> sequences_;  // found to be known, so that they need no search
   std::unordered_set<std::uint64_t> contexts_;

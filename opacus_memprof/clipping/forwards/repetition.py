@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, vjp, vmap
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opacus_memprof.clipping.forwards.checkpoints import without_checkpoints
@@ -182,7 +182,10 @@ def leave_dispatch_modes(count: int = 0) -> list[TorchDispatchMode]:
     with collecting_later():
         inner = dispatch_modes()[count:]
         for mode in reversed(inner):
-            TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+            if mode.old_dispatch_mode_flags:
+                TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+            else:  # it was left in a backward, at whose end PyTorch restores the stack of its beginning
+                _pop_mode()
         return inner
 
 

@@ -355,7 +355,9 @@ class OtherSamples(FollowingMode):
             self._add_from_elsewhere(name, args, leaves)
         depends = any(map(self.values.depends, leaves))
         read = self._numbers_in(name, leaves, depends)
-        if not depends and not read:
+        views = {place: others for place, x in enumerate(leaves) if (others := self.values.take_view(x))}
+        integers = {} if self.is_over else self.numbers.integers(name, leaves, self.constants, self.found)
+        if not depends and not read and not integers:
             return None if self.is_over else self._share_all
         if func.namespace in _OF_RANKS:
             return self._set_unknown
@@ -363,6 +365,10 @@ class OtherSamples(FollowingMode):
             self.weighs_unequally |= has_unequal_weights(args[1], args[2], args[4], self.batch)
         plans = range(self.values.plans)
         numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
+        for i in plans:
+            numbers[i] |= {at: each[i] for at, each in integers.items() if each.get(i, leaves[at]) != leaves[at]}
+        if integers and has_storage(leaves[0]) and not self.values.depends(leaves[0]):
+            self.values.write(leaves[0], [i for i in plans if numbers[i]])  # a view of it is elsewhere there
         changed = [i for i in plans if numbers[i] or any(self.values.is_changed(x, i) for x in leaves)]
         for leaf in filter(has_values, written_leaves(func, args, kwargs)):
             self.values.write(leaf, changed)
@@ -370,8 +376,10 @@ class OtherSamples(FollowingMode):
         before = RandomState.now(device_of(args, kwargs)) if draws else None
         structure = tree_flatten((args, kwargs))[1]
         inputs = {i: [self.values.in_plan(x, i) for x in leaves] for i in changed}
-        for i in changed if read else ():
-            inputs[i] = [numbers[i].get(place, x) for place, x in enumerate(inputs[i])]
+        is_elsewhere = integers or views or any(map(self.values.has_other_shape, leaves))
+        for i in changed:
+            given = {**numbers[i], **{place: others[i] for place, others in views.items() if i in others}}
+            inputs[i] = [given.get(place, x) for place, x in enumerate(inputs[i])]
 
         def follow(output: Any) -> None:
             others = {
@@ -379,6 +387,8 @@ class OtherSamples(FollowingMode):
             }
             if name == "_local_scalar_dense":
                 self._note_number(output, others)
+            elif is_elsewhere and has_storage(output) and self.values.depends(output) and output is not leaves[0]:
+                self.values.set_view(output, others)
             else:
                 self._set_outputs(name, output, others)
                 self._note_rounding(output, leaves)
@@ -417,6 +427,8 @@ class OtherSamples(FollowingMode):
                 # Gradients; flash_clip keeps copies of some.
                 is_gradient = torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x))
                 self.values.add_output(x, found, is_gradient)
+                if has_storage(x) and x.dim() and not self.is_over:
+                    self._note_number(len(x), {i: len(each) for i, each in found.items() if each is not None})
 
     def _in_other_plan(self, leaves: Sequence[Any], read: dict[int, bool], plan: int) -> dict[int, Any]:
         """Returns what numbers that were read, in this step or in the one before, are in a plan, if other ones."""

@@ -55,6 +55,8 @@ class OtherValues:
         self._labels: set[int] = set()  # that of other labels, which a program may have computed
         self._known: set[int] = set()  # that of such labels of the step before
         self._shared: dict[int, Reference] = {}  # of tensors that do not depend on the samples
+        self._views: dict[Any, Mapping[int, torch.Tensor]] = {}  # by place in memory, which depends on the samples
+        self._of_other_shape: dict[int, tuple[Any, dict[int, torch.Tensor]]] = {}  # with the tensor's place
 
     @property
     def plans(self) -> int:
@@ -87,8 +89,23 @@ class OtherValues:
         """
         like = {i: memory_of(y) if y is not None and is_like(x, y) else None for i, y in others.items()}
         self._set(x, [like.get(i, _UNCHANGED) for i in range(self.plans)])
+        unlike = {i: y for i, y in others.items() if y is not None and like[i] is None}
+        if unlike and has_storage(x):
+            self._of_other_shape[key_of(x)] = _place_of(x), unlike
         if is_gradient:
             self._given.add(key_of(x))
+
+    def set_view(self, x: torch.Tensor, others: Mapping[int, torch.Tensor | None]) -> None:
+        """Notes a view that is at another place of its memory in these plans, for the operation that gets it next."""
+        self._views[_place_of(x)] = {i: other for i, other in others.items() if other is not None}
+
+    def take_view(self, x: Any) -> Mapping[int, torch.Tensor]:
+        """Returns what such a view is in the plans, and forgets it."""
+        return self._views.pop(_place_of(x), {}) if self._views and has_storage(x) else {}
+
+    def has_other_shape(self, x: Any) -> bool:
+        """Returns whether a tensor has another shape in some plan."""
+        return has_storage(x) and self._of_other_shape.get(key_of(x), (None,))[0] == _place_of(x)
 
     def set_unknown(self, x: torch.Tensor) -> None:
         """Notes that it is not known what a tensor is in any plan."""
@@ -119,8 +136,12 @@ class OtherValues:
         return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
     def in_plan(self, x: Any, plan: int) -> Any:
-        """Returns what any value is in a plan; None if it is not known."""
-        return self.other(x, plan) if self.depends(x) else x
+        """Returns what any value is in a plan, maybe in another shape; None if it is not known."""
+        if not self.depends(x):
+            return x
+        other = self.other(x, plan)
+        place, others = self._of_other_shape.get(key_of(x), (None, {})) if other is None else (None, {})
+        return others.get(plan) if place is not None and place == _place_of(x) else other
 
     def _storages_of(self, x: torch.Tensor) -> list[_Storage]:
         storages = self._others[key_of(x)][1]
@@ -155,6 +176,7 @@ class OtherValues:
         key = key_of(x)
         if key not in self._others:  # another tensor may have been there
             self._perturbed.pop(key, None)
+            self._of_other_shape.pop(key, None)
             self._given.discard(key)
             self._labels.discard(key)
         self._others[key] = reference_to(x), storages
@@ -215,6 +237,8 @@ class OtherValues:
         self._others = left
         self._perturbed.clear()
         self._shared.clear()
+        self._views.clear()
+        self._of_other_shape.clear()
 
     def take(self, earlier: "OtherValues", given: Sequence[torch.Tensor], stay: list[torch.Tensor]) -> None:
         """Takes over what an earlier step has left, in plans of its own.
@@ -234,3 +258,9 @@ class OtherValues:
         """Frees the tensors."""
         self._others.clear()
         self._shared.clear()
+        self._views.clear()
+        self._of_other_shape.clear()
+
+
+def _place_of(x: torch.Tensor) -> Any:
+    return key_of(x), x.storage_offset(), x.shape, x.stride()

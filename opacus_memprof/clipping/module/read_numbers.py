@@ -9,7 +9,8 @@ import math
 import statistics
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -42,6 +43,10 @@ _DEPTH, _MOST_SEEN = 4, 20_000
 _CLIPPING = "opacus_memprof.clipping."
 ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full", "full_like")
 """Operations whose arguments are numbers that a program may have read."""
+_INTEGERS = {"select": (2,), "slice": (2, 3), "narrow": (2, 3), "roll": (1,), "div": (1,), "mul": (1,)}
+"""Where operations have indices, and numbers of samples or tokens, among all of their arguments."""
+_BESIDE = (0, 1, -1)
+"""What programs add to an integer that they have read, before they use it."""
 
 
 class ReadNumbers:
@@ -64,6 +69,8 @@ class ReadNumbers:
         self.used: list[float] = [0.0, 1.0]
         self.before: Existing | None = None
         self._others: dict[float, dict[int, float]] = {}
+        self._latest: tuple[float, dict[int, float], Any] | None = None  # with what of the program read it
+        self._operations: Counter[str] = Counter()  # those with integers
         self._own: list[torch.Tensor] = []
         self._arrays: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
 
@@ -72,6 +79,7 @@ class ReadNumbers:
         self.before = self.before or Existing()
         self._note(number, others)
         self.read = [*self.read[1 - _MOST_NUMBERS :], number]
+        self._latest = number, others, _instruction()
 
     def _note(self, number: float, others: dict[int, float]) -> None:
         """Of the same number of several samples, it is not known whose it is: it counts as the program's own."""
@@ -116,6 +124,39 @@ class ReadNumbers:
             return True
         had = self.before.numbers | (set() if earlier is None else earlier.numbers)
         return not (x in (0, 1) or abs(x) in had or _is_in_text(abs(x)))
+
+    def integers(self, name: str, args: Sequence[Any], earlier: Tensors | None, found: Tensors) -> dict[int, Any]:
+        """Returns which arguments of an operation are integers that the program has read, and what they are in plans.
+
+        Small integers are equal by chance. One that was read counts if it was read to run this operation, as a tensor
+        that is an index is. Otherwise it counts, or one beside it, if it is another one than in an earlier step, in
+        which it was read as well. One that differs as the size of the batch does not count.
+
+        Args:
+            name: the operation.
+            args: all of its arguments.
+            earlier: what the program has computed with in earlier steps; None in the first step.
+            found: gets the integers of this step.
+        """
+        own: dict[int, Any] = {}
+        self._operations[name] += name in _INTEGERS
+        for place in _INTEGERS.get(name, ()):
+            x = args[place] if place < len(args) else None
+            if type(x) is not int:
+                continue
+            key = name, place, self._operations[name]
+            known = earlier.integers.get(key) if earlier is not None else None
+            before, from_before, batch = known or (x, set[int](), self._batch)
+            is_other = x - before not in (0, self._batch - batch)
+            beside = (0,) if x in self._others else _BESIDE
+            from_read = {d: self._others[x - d] for d in beside if self._others.get(x - d)}
+            for d in from_before & from_read.keys() if is_other else ():
+                own[place] = {i: other + d for i, other in from_read[d].items()}
+            if self._latest is not None and self._latest[0] == x and self._latest[2] == _instruction():
+                own[place] = self._latest[1]
+            found.integers[key] = x, set(from_read), self._batch
+        self._latest = None
+        return own
 
     def is_late(self, x: Any, earlier: Tensors | None) -> bool:
         """Returns whether a number or a tensor is a new one, which the program did not have before it read others.
@@ -244,6 +285,14 @@ def _is_long(x: Any) -> bool:
     return abs(short - x) > 1e-14 * abs(x) and c_float(short).value != x
 
 
+def _instruction() -> Any:
+    """Returns the instruction that the program runs, outside of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((_CLIPPING, "torch.")):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
 def _is_in_text(x: float) -> bool:
     """Returns whether a function that is running has this constant."""
     frame = sys._getframe()
@@ -350,7 +399,7 @@ class FollowingMode(TorchDispatchMode):
         with collecting_later():
             inner = leave_dispatch_modes()
             self.__enter__()  # type: ignore[no-untyped-call]
-            enter_dispatch_modes(inner)
+            enter_dispatch_modes(_those_on(inner))
 
     def leave(self) -> None:
         """Leaves it, whatever modes were entered since. These stay on."""
@@ -376,6 +425,11 @@ def makes_no_values() -> bool:
     return any(mode.is_infra_mode() for mode in mode_stack())
 
 
+def _those_on(modes: Sequence[TorchDispatchMode]) -> list[TorchDispatchMode]:
+    """Returns the modes that were not left meanwhile, maybe in another thread."""
+    return [mode for mode in modes if not (isinstance(mode, FollowingMode) and mode.stays_off)]
+
+
 @contextmanager
 def unfollowed() -> Iterator[None]:
     """Inside the context no mode follows what is computed, as it is not the program that computes it.
@@ -394,9 +448,7 @@ def unfollowed() -> Iterator[None]:
         finally:
             with collecting_later():
                 leave_dispatch_modes()
-                enter_dispatch_modes(
-                    [each for each in before if not (isinstance(each, FollowingMode) and each.stays_off)]
-                )
+                enter_dispatch_modes(_those_on(before))
 
 
 def _noted(read: Callable[..., Any]) -> Callable[..., Any]:

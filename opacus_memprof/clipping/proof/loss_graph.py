@@ -257,7 +257,10 @@ class LossGraph:
 
 
 def _kind(node: Any, batch: int) -> tuple[Any, ...]:
-    """Returns what a node does: its operation, its settings and the shape of its output."""
+    """Returns what a node does: its operation, its settings and the shape of its output.
+
+    Overloads count as one operation: torch takes another one of some, such as ctc_loss, while a dispatch mode is on.
+    """
     cls = type(node)
     names = _settings_of.get(cls)
     if names is None:
@@ -266,7 +269,7 @@ def _kind(node: Any, batch: int) -> tuple[Any, ...]:
     has_shape = bool(metadata) and not metadata[0].is_cpp_nested_tensor
     shape: Sequence[int] = metadata[0].shape if has_shape else ()
     rows = 0 if not shape else 2 if shape[0] == batch else int(shape[0] == 1)
-    return node.name(), len(shape), rows, *[_setting(node, name) for name in names]
+    return node.name().rstrip("0123456789"), len(shape), rows, *[_setting(node, name) for name in names]
 
 
 def _setting(node: Any, name: str) -> Any:

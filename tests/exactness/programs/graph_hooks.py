@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -220,6 +221,13 @@ def _annealed(m: Any, b: Batch, train: Train, s: Any) -> None:
     if s.calls % 5 == 1:
         s.best = out.argmax(1).eq(b["y"]).double().mean()
     train(_entropy(out, b) + 0.01 * s.calls * out.square().sum(1))
+
+
+def _of_sequences(out: torch.Tensor, b: Batch) -> torch.Tensor:
+    """It has no second derivatives, and torch takes another overload of it while its operations are followed."""
+    scores = torch.stack([out, 2 * out, -out]).log_softmax(2)  # [time, samples, classes]
+    lengths = torch.full((2, len(out)), 3)
+    return functional.ctc_loss(scores, b["y"].clamp(min=1)[:, None], lengths[0], lengths[1] // 3, reduction="none")
 
 
 def _with_lengths(m: Any, b: Batch, train: Train, s: Any) -> None:
@@ -533,6 +541,7 @@ PROGRAMS = [
     _program("loss_of_lengths", _with_lengths, _Features, ""),
     _program("loss_once_late", _with_loss(_once, 7), _Features, "its second derivatives, by which"),
     _program("loss_once", _with_loss(_once, 1), _Features, ""),
+    _program("loss_of_sequences", _with_loss(_of_sequences, 1), _Features, ""),
     _program("halves_in_forward", _plain, _Hooked, ""),
     *(_program(f"{k.__name__}_stays", _plain, _entering(k, False), _STAYS) for k in (_Dispatch, _Function)),
     *(_program(f"{k.__name__}_leaves", _plain, _entering(k, True), "") for k in (_Dispatch, _Function)),

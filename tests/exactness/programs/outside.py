@@ -7,6 +7,8 @@ The oracle runs the loop with a plain model, changes one sample, and clips the o
 import copy
 import math
 import statistics
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -62,6 +64,39 @@ def _hardest(losses: torch.Tensor) -> torch.Tensor:
     return weights
 
 
+def _without_the_hardest(losses: torch.Tensor) -> torch.Tensor:
+    weights = torch.ones_like(losses)
+    weights[losses.argmax()] = 0
+    return weights
+
+
+def _without_easy_ones(losses: torch.Tensor) -> torch.Tensor:
+    hard = (losses > 1.1 * losses.mean()).nonzero().squeeze(1)
+    return torch.zeros_like(losses).index_fill(0, hard, 1.0)
+
+
+def _weighted_class(m: Any, b: Batch, train: Train, s: Any) -> None:
+    h, weights = m(b["x"]), torch.ones(4, dtype=torch.float64)
+    weights[h.detach().mean(0).argmax()] = 2
+    train(_entropy(h, b) * weights[b["y"]])
+
+
+def _called_by_a_thread(weigh: Callable[[torch.Tensor], torch.Tensor]) -> Body:
+    """Every second step calls the model in a thread of its own, which is gone when backward begins."""
+
+    def body(m: Any, b: Batch, train: Train, s: Any) -> None:
+        s.at += 1
+        found = []
+        thread = threading.Thread(target=lambda: found.append(m(b["x"])))
+        if s.at % 2 == 0:
+            thread.start()
+            thread.join()
+        losses = _entropy(found[0] if found else m(b["x"]), b)
+        train(losses * weigh(losses.detach()))
+
+    return body
+
+
 def _centered(m: Any, b: Batch, train: Train, s: Any) -> None:
     h = m(b["x"])
     train((h - torch.from_numpy(h.detach().numpy().mean(0))).square().sum(1))
@@ -102,6 +137,12 @@ _MIXED: dict[str, Body] = {
     "percentile": _clamped,
     "second_call": _called_again,
     "hook": _mixing_hook,
+    "hardest_by_its_index": _scaled(_without_the_hardest),
+    "loss_by_its_index": _scaled(lambda losses: losses[losses.argmax()]),
+    "mean_of_hard_ones": _scaled(lambda losses: losses[losses > losses.mean()].mean()),
+    "indices_of_hard_ones": _scaled(_without_easy_ones),
+    "class_by_its_index": _weighted_class,
+    "called_by_a_thread": _called_by_a_thread(lambda losses: losses / losses.sum()),
 }
 
 
@@ -136,6 +177,15 @@ def _printed(m: Any, b: Batch, train: Train, s: Any) -> None:
     train(losses / 4 / math.log(10))
 
 
+def _looked_at(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """The hardest sample and the number of right ones are kept for a log; the loop over samples counts in integers."""
+    h = m(b["x"])
+    losses, right = _entropy(h, b), int((h.argmax(1) == b["y"]).sum())
+    hardest = int(losses.argmax())
+    s.numbers.append((right, hardest, b["x"][hardest].clone(), h[losses.argmax()].detach().sum()))
+    train(torch.stack([losses[n] / 3 for n in range(len(losses))]) + h[:, right % 1])
+
+
 def _guarded(m: Any, b: Batch, train: Train, s: Any) -> None:
     losses = _entropy(m(b["x"]), b)
     if not torch.isfinite(losses.sum()) or math.isnan(losses.sum().item()) or losses.detach().numpy().max() > 1e6:
@@ -159,6 +209,8 @@ _CLEAN: dict[str, Body] = {
     "list_of_lengths": _list_of_lengths,
     "own_array": _own_array,
     "printed": _printed,
+    "looked_at": _looked_at,
+    "called_in_a_thread": _called_by_a_thread(torch.exp),
     "guarded": _guarded,
     "hook_that_looks": _hooked(lambda g: print(end=f"{float(g.norm()):.0f}"[:0])),
     "hook_that_scales": _hooked(lambda g: 0.5 * g),
