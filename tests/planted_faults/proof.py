@@ -26,6 +26,12 @@ FAULTS: Texts = {
     ],
     "clipping/proof/loss_graph.py": [
         (
+            "A loss is refused of which torch takes another overload while its operations are followed.",
+            'return node.name().rstrip("0123456789"), len(shape)',
+            "return node.name(), len(shape)",
+            "graph_loss_of_sequences",
+        ),
+        (
             "A mean over a sample's numbers is taken for one over the batch.",
             "and 0 not in dims",
             "and True",
@@ -120,6 +126,12 @@ FAULTS: Texts = {
     ],
     "clipping/module/other_samples.py": [
         (
+            "A loss that reads or writes where an index of the batch points is accepted.",
+            "                self.values.set_view(output, others)",
+            "                pass",
+            ("outside_hardest_by_its_index", "outside_loss_by_its_index"),
+        ),
+        (
             "A loss of a step may depend on what other samples have left in the step before.",
             "if not self.values.stay or not self.values.depends(gradient):",
             "if True:",
@@ -174,6 +186,12 @@ FAULTS: Texts = {
             "        known += own\n",
             "        known = own\n",
             "batches_given_again_later",
+        ),
+        (
+            "Samples of two parts of a batch, whose losses have one backward, are clipped together.",
+            "        if any(own[0].shift_to(each) for each in own[1:]):",
+            "        if False:",
+            "graph_parts_in_one_backward",
         ),
         (
             "The forwards of a proof change buffers.",
@@ -231,6 +249,12 @@ FAULTS: Texts = {
         ),
     ],
     "clipping/module/other_values.py": [
+        (
+            "A loss without the samples that are easier than the mean is accepted: halves of the batch have others.",
+            "        if unlike and has_storage(x):",
+            "        if False:",
+            "outside_indices_of_hard_ones",
+        ),
         (
             "Samples are mixed in sparse, nested or quantized tensors.",
             "return has_values(x) and key_of(x) in self._others",

@@ -23,13 +23,25 @@ FAULTS: Texts = {
             "        if False and left != self:\n",
             "graph__Dispatch_stays",
         ),
+        (
+            "A forward that runs in a thread of its own ends backward with an error of Python's.",
+            "            if mode.old_dispatch_mode_flags:",
+            "            if True:",
+            "outside_called_in_a_thread",
+        ),
     ],
     "clipping/module/read_numbers.py": [
         (
             "A mode that has ended while nothing was followed stays on.",
-            "if not (isinstance(each, FollowingMode) and each.stays_off)",
+            "if not (isinstance(mode, FollowingMode) and mode.stays_off)",
             "if True",
             "unit/following_modes",
+        ),
+        (
+            "A loss in which the index of the hardest sample is an index is accepted.",
+            "                own[place] = self._latest[1]",
+            "                pass",
+            ("outside_hardest_by_its_index", "outside_class_by_its_index"),
         ),
     ],
     "clipping/module/graph_hooks.py": [

@@ -397,30 +397,37 @@ class GivenRows:
         """Returns whether the memory has been freed, and may have been given to others."""
         return any(storage.expired() for storage, *_ in self._tensors)  # type: ignore[no-untyped-call]
 
-    def overlap(self, others: GivenRows) -> bool:
-        """Returns whether a sample of one call has the same rows in all tensors as a sample of the other."""
+    def shift_to(self, others: GivenRows) -> int | None:
+        """Returns by how many rows the samples of another call are further on; None if they are in other tensors."""
         if not self._tensors or len(self._tensors) != len(others._tensors) or self.are_gone() or others.are_gone():
-            return False
+            return None
         shifts = set()
         for (*own, offset, stride), (*other, other_offset, other_stride) in zip(
             self._tensors, others._tensors, strict=True
         ):
             shift, rest = divmod(other_offset - offset, max(1, stride))
             if own != other or rest or (stride != other_stride and shift):
-                return False
+                return None
             shifts.add(shift)
-        return len(shifts) == 1 and -others._batch < shifts.pop() < self._batch
+        return shifts.pop() if len(shifts) == 1 else None
+
+    def overlap(self, others: GivenRows) -> bool:
+        """Returns whether a sample of one call has the same rows in all tensors as a sample of the other."""
+        shift = self.shift_to(others)
+        return shift is not None and -others._batch < shift < self._batch
 
 
 def check_given_once(passes: Iterable[list[GivenRows]], earlier: Iterable[GivenRows]) -> None:
     """Checks that no sample is in several backward passes of a step, each of which would clip it to C.
+
+    And that the forwards of a backward pass have the same samples, which are clipped together.
 
     Args:
         passes: the rows that the forwards of each backward pass were given.
         earlier: those of earlier physical batches of the step.
 
     Raises:
-        MemprofError: a sample is in several passes.
+        MemprofError: a sample is in several passes, or a pass has several samples instead of one.
     """
     known = list(earlier)
     for own in passes:
@@ -430,6 +437,13 @@ def check_given_once(passes: Iterable[list[GivenRows]], earlier: Iterable[GivenR
                 "of the same tensor), so that each of these samples would count several times, up to max_grad_norm "
                 "each time: add their losses up and call backward() once, or call optimizer.step() after each. If they "
                 "are other samples with equal inputs, pass copies (clone())."
+            )
+        if any(own[0].shift_to(each) for each in own[1:]):
+            raise MemprofError(
+                "several forwards of one backward pass were given other rows of the same tensor, so that samples at "
+                "the same place in these parts of the batch would be clipped together, as one: call backward() on the "
+                "loss of each part, or the model on the whole batch. If the rows are parts of the same samples, pass "
+                "copies (clone())."
             )
         known += own
 

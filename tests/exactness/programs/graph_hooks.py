@@ -230,6 +230,19 @@ def _of_sequences(out: torch.Tensor, b: Batch) -> torch.Tensor:
     return functional.ctc_loss(scores, b["y"].clamp(min=1)[:, None], lengths[0], lengths[1] // 3, reduction="none")
 
 
+def _in_parts(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """One backward of the losses of two parts of the batch."""
+    half = len(b["x"]) // 2
+    parts = [{key: x[place] for key, x in b.items()} for place in (slice(half), slice(half, None))]
+    train(torch.cat([_entropy(m(each["x"])[0], each) for each in parts]))
+
+
+def _in_views(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """One backward of the losses of two inputs of each sample, which are in one tensor."""
+    views = torch.stack([b["x"], 2 - b["x"]], 1)
+    train(_entropy(m(views[:, 0])[0], b) + _entropy(m(views[:, 1])[0], b))
+
+
 def _with_lengths(m: Any, b: Batch, train: Train, s: Any) -> None:
     """A loss with more terms, and other ones, in each step."""
     losses = _entropy(m(b["x"])[0], b)
@@ -538,6 +551,8 @@ PROGRAMS = [
         )
     ),
     loop_program("graph_annealed", _annealed, _Features, "", steps=12),
+    _program("parts_in_one_backward", _in_parts, _Features, "other rows of the same tensor"),
+    _program("views_in_one_backward", _in_views, _Features, ""),
     _program("loss_of_lengths", _with_lengths, _Features, ""),
     _program("loss_once_late", _with_loss(_once, 7), _Features, "its second derivatives, by which"),
     _program("loss_once", _with_loss(_once, 1), _Features, ""),
