@@ -39,9 +39,21 @@ FAULTS: Texts = {
         ),
         (
             "A loss in which the index of the hardest sample is an index is accepted.",
-            "                own[place] = self._latest[1]",
-            "                pass",
+            "                    number, others = x, latest[1]",
+            "                    pass",
             ("outside_hardest_by_its_index", "outside_class_by_its_index"),
+        ),
+        (
+            "A loss of the samples before the hardest one is accepted.",
+            "            self._assigned[frame.f_code, variable] = number, others",
+            "            pass",
+            ("outside_end_by_an_index", "outside_number_of_hard_ones"),
+        ),
+        (
+            "A clean loss is refused: an integer of one sample counts as that of the sample before.",
+            "            self._assigned.pop((frame.f_code, _target(frame)), None)",
+            "            pass",
+            "outside_parts_by_label",
         ),
     ],
     "clipping/module/graph_hooks.py": [

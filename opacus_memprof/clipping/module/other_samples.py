@@ -356,7 +356,7 @@ class OtherSamples(FollowingMode):
         depends = any(map(self.values.depends, leaves))
         read = self._numbers_in(name, leaves, depends)
         views = {place: others for place, x in enumerate(leaves) if (others := self.values.take_view(x))}
-        integers = {} if self.is_over else self.numbers.integers(name, leaves, self.constants, self.found)
+        integers = {} if self.is_over else self.numbers.integers(name, leaves)
         if not depends and not read and not integers:
             return None if self.is_over else self._share_all
         if func.namespace in _OF_RANKS:
@@ -415,10 +415,10 @@ class OtherSamples(FollowingMode):
         for x in filter(has_values, leaves_of(output)):
             self.values.set_unknown(x)
 
-    def _note_number(self, number: Any, others: dict[int, Any]) -> None:
+    def _note_number(self, number: Any, others: dict[int, Any], is_length: bool = False) -> None:
         if any(each is not None and each != number for each in others.values()):
             self.reads_numbers |= isinstance(number, bool)
-            self.numbers.add(number, {i: each for i, each in others.items() if each is not None})
+            self.numbers.add(number, {i: each for i, each in others.items() if each is not None}, is_length)
 
     def _set_outputs(self, name: str, output: Any, others: dict[int, Any]) -> None:
         for place, x in enumerate(leaves_of(output)):
@@ -428,7 +428,8 @@ class OtherSamples(FollowingMode):
                 is_gradient = torch._C._current_graph_task_id() != -1 and (name == "clone" or not is_of_few(x))
                 self.values.add_output(x, found, is_gradient)
                 if has_storage(x) and x.dim() and not self.is_over:
-                    self._note_number(len(x), {i: len(each) for i, each in found.items() if each is not None})
+                    lengths = {i: len(each) for i, each in found.items() if each is not None}
+                    self._note_number(len(x), lengths, is_length=True)
 
     def _in_other_plan(self, leaves: Sequence[Any], read: dict[int, bool], plan: int) -> dict[int, Any]:
         """Returns what numbers that were read, in this step or in the one before, are in a plan, if other ones."""

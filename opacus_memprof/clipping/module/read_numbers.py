@@ -4,16 +4,16 @@
 Numbers are read by operations, or without one: of that, the modes that follow a program are told here.
 """
 
+import dis
 import functools
 import math
 import statistics
 import sys
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -45,8 +45,6 @@ ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "fill", "fill_", "full"
 """Operations whose arguments are numbers that a program may have read."""
 _INTEGERS = {"select": (2,), "slice": (2, 3), "narrow": (2, 3), "roll": (1,), "div": (1,), "mul": (1,)}
 """Where operations have indices, and numbers of samples or tokens, among all of their arguments."""
-_BESIDE = (0, 1, -1)
-"""What programs add to an integer that they have read, before they use it."""
 
 
 class ReadNumbers:
@@ -69,17 +67,23 @@ class ReadNumbers:
         self.used: list[float] = [0.0, 1.0]
         self.before: Existing | None = None
         self._others: dict[float, dict[int, float]] = {}
-        self._latest: tuple[float, dict[int, float], Any] | None = None  # with what of the program read it
-        self._operations: Counter[str] = Counter()  # those with integers
+        self._latest: tuple[float, dict[int, float], CodeType, int] | None = None  # with the place in the program
+        self._assigned: dict[Any, tuple[float, dict[int, float]]] = {}  # by the program's code and variable
         self._own: list[torch.Tensor] = []
         self._arrays: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
 
-    def add(self, number: float, others: dict[int, float]) -> None:
-        """Adds a number that was read, and what it is in the plans with other samples in which that is known."""
+    def add(self, number: float, others: dict[int, float], is_length: bool = False) -> None:
+        """Adds a number that was read, and what it is in the plans with other samples in which that is known.
+
+        A length is that of a tensor, which an operation has returned.
+        """
         self.before = self.before or Existing()
         self._note(number, others)
         self.read = [*self.read[1 - _MOST_NUMBERS :], number]
-        self._latest = number, others, _instruction()
+        frame = _program_frame()
+        self._latest = None if is_length else (number, others, frame.f_code, frame.f_lasti)
+        if (variable := _target(frame)) is not None:
+            self._assigned[frame.f_code, variable] = number, others
 
     def _note(self, number: float, others: dict[int, float]) -> None:
         """Of the same number of several samples, it is not known whose it is: it counts as the program's own."""
@@ -125,37 +129,34 @@ class ReadNumbers:
         had = self.before.numbers | (set() if earlier is None else earlier.numbers)
         return not (x in (0, 1) or abs(x) in had or _is_in_text(abs(x)))
 
-    def integers(self, name: str, args: Sequence[Any], earlier: Tensors | None, found: Tensors) -> dict[int, Any]:
+    def integers(self, name: str, args: Sequence[Any]) -> dict[int, dict[int, float]]:
         """Returns which arguments of an operation are integers that the program has read, and what they are in plans.
 
         Small integers are equal by chance. One that was read counts if it was read to run this operation, as a tensor
-        that is an index is. Otherwise it counts, or one beside it, if it is another one than in an earlier step, in
-        which it was read as well. One that differs as the size of the batch does not count.
+        that is an index is, or if it was read in the expression that is evaluated, or assigned to a variable there, and
+        nothing else in that expression has its value.
 
         Args:
             name: the operation.
             args: all of its arguments.
-            earlier: what the program has computed with in earlier steps; None in the first step.
-            found: gets the integers of this step.
         """
-        own: dict[int, Any] = {}
-        self._operations[name] += name in _INTEGERS
+        own = {}
+        latest, self._latest = self._latest, None
+        if name == "_local_scalar_dense":  # the variable gets another number, maybe one that depends on no sample
+            frame = _program_frame()
+            self._assigned.pop((frame.f_code, _target(frame)), None)
         for place in _INTEGERS.get(name, ()):
             x = args[place] if place < len(args) else None
             if type(x) is not int:
                 continue
-            key = name, place, self._operations[name]
-            known = earlier.integers.get(key) if earlier is not None else None
-            before, from_before, batch = known or (x, set[int](), self._batch)
-            is_other = x - before not in (0, self._batch - batch)
-            beside = (0,) if x in self._others else _BESIDE
-            from_read = {d: self._others[x - d] for d in beside if self._others.get(x - d)}
-            for d in from_before & from_read.keys() if is_other else ():
-                own[place] = {i: other + d for i, other in from_read[d].items()}
-            if self._latest is not None and self._latest[0] == x and self._latest[2] == _instruction():
-                own[place] = self._latest[1]
-            found.integers[key] = x, set(from_read), self._batch
-        self._latest = None
+            frame = _program_frame()
+            of_x = [name for name, value in _operands(frame).items() if _integer(value) == x]
+            number, others = self._assigned.get((frame.f_code, *of_x), (None, {}))
+            if latest is not None and latest[0] == x and latest[2] == frame.f_code:
+                if latest[3] == frame.f_lasti or (not of_x and _is_inside(frame, latest[3])):
+                    number, others = x, latest[1]
+            if number is not None and abs(x - number) in (0, 1):
+                own[place] = {i: other + x - number for i, other in others.items()}
         return own
 
     def is_late(self, x: Any, earlier: Tensors | None) -> bool:
@@ -285,12 +286,63 @@ def _is_long(x: Any) -> bool:
     return abs(short - x) > 1e-14 * abs(x) and c_float(short).value != x
 
 
-def _instruction() -> Any:
-    """Returns the instruction that the program runs, outside of torch."""
+def _program_frame() -> FrameType:
+    """Returns the frame of the program, outside of torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((_CLIPPING, "torch.")):
         frame = frame.f_back
-    return frame.f_code, frame.f_lasti
+    return frame
+
+
+@functools.lru_cache(64)
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
+
+
+def _target(frame: FrameType) -> str | None:
+    """Returns the variable to which the running line assigns a value next."""
+    is_after = False
+    for each in _instructions(frame.f_code):
+        if is_after and each.opname.startswith("STORE_"):
+            return each.argval if each.opname in ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF") else None
+        is_after = each.offset == frame.f_lasti or (is_after and each.starts_line in (None, False))
+    return None
+
+
+def _operands(frame: FrameType) -> dict[str, Any]:
+    """Returns the values of the variables and constants in the expression that is evaluated, by their text."""
+    found: dict[str, Any] = {}
+    for each in _instructions(frame.f_code):
+        if not each.opname.startswith("LOAD_") or not _is_inside(frame, each.offset):
+            continue
+        for name in each.argval if isinstance(each.argval, tuple) else (each.argval,):
+            if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                found[repr(name)] = name
+            elif isinstance(name, str):
+                found[name] = frame.f_locals.get(name)
+    if found.keys().isdisjoint(_LENGTHS):
+        return {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
+    return found
+
+
+_LENGTHS = {"len", "shape", "size", "numel"}
+
+
+def _is_inside(frame: FrameType, offset: int) -> bool:
+    """Returns whether an instruction is of a part of the expression that is evaluated. Python 3.10 does not tell."""
+    places = {each.offset: getattr(each, "positions", None) for each in _instructions(frame.f_code)}
+    part, whole = places.get(offset), places.get(frame.f_lasti)
+    if part is None or whole is None or None in (*part, *whole):
+        return False
+    start, end = (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
+    return bool((whole.lineno, whole.col_offset) <= start and end <= (whole.end_lineno, whole.end_col_offset))
+
+
+def _integer(value: Any) -> int | None:
+    """Returns an integer, or the length of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    return value if type(value) is int else None
 
 
 def _is_in_text(x: float) -> bool:

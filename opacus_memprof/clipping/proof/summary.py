@@ -301,14 +301,11 @@ class Tensors:
     Attributes:
         numbers: the numbers that it computes with.
         counts: those of the step.
-        integers: the latest integer at each place of the program, by how much it differed from numbers of samples that
-            the program had read, and the size of the batch.
     """
 
     def __init__(self, counts: Counts | None = None) -> None:
         self.numbers: set[float] = set()
         self.counts = counts or Counts()
-        self.integers: dict[Any, tuple[int, set[int], int]] = {}
         self._marks: set[Any] = set()
         self._places: dict[Any, StorageWeakRef] = {}
 
@@ -326,7 +323,6 @@ class Tensors:
         """Adds the tensors of another instance."""
         self._marks |= other._marks
         self.numbers |= other.numbers
-        self.integers |= other.integers
         both = {**self._places, **other._places}
         self._places = {place: known for place, known in both.items() if not known.expired()}  # type: ignore[no-untyped-call]
 

@@ -70,6 +70,19 @@ def _without_the_hardest(losses: torch.Tensor) -> torch.Tensor:
     return weights
 
 
+def _until_the_hardest(losses: torch.Tensor) -> torch.Tensor:
+    weights, end = torch.zeros_like(losses), 0
+    end = int(losses.argmax()) + 1
+    weights[:end] = 1
+    return weights
+
+
+def _by_the_number_of_hard_ones(m: Any, b: Batch, train: Train, s: Any) -> None:
+    losses = _entropy(m(b["x"]), b)
+    hard = losses[losses.detach() > losses.detach().mean()]
+    train(losses / max(len(hard), 1))
+
+
 def _without_easy_ones(losses: torch.Tensor) -> torch.Tensor:
     hard = (losses > 1.1 * losses.mean()).nonzero().squeeze(1)
     return torch.zeros_like(losses).index_fill(0, hard, 1.0)
@@ -138,6 +151,8 @@ _MIXED: dict[str, Body] = {
     "second_call": _called_again,
     "hook": _mixing_hook,
     "hardest_by_its_index": _scaled(_without_the_hardest),
+    "end_by_an_index": _scaled(_until_the_hardest),
+    "number_of_hard_ones": _by_the_number_of_hard_ones,
     "loss_by_its_index": _scaled(lambda losses: losses[losses.argmax()]),
     "mean_of_hard_ones": _scaled(lambda losses: losses[losses > losses.mean()].mean()),
     "indices_of_hard_ones": _scaled(_without_easy_ones),
@@ -186,6 +201,18 @@ def _looked_at(m: Any, b: Batch, train: Train, s: Any) -> None:
     train(torch.stack([losses[n] / 3 for n in range(len(losses))]) + h[:, right % 1])
 
 
+def _parts_by_label(m: Any, b: Batch, train: Train, s: Any) -> None:
+    """Integers of one sample each, and lengths of parts, which are equal to others by chance."""
+    h, ends = m(b["x"]), (b["x"][:, 0] > 0).long() + 1
+    rows = []
+    for n in range(len(h)):
+        end = ends[n].item()
+        rows.append(h[n, :end].mean() - h[n, int(b["y"][n])] + h[n, h[n].argmax()])
+    for label in range(4):
+        s.numbers.append(len(h[b["y"] == label] * (label + 1)))
+    train(torch.stack(rows))
+
+
 def _guarded(m: Any, b: Batch, train: Train, s: Any) -> None:
     losses = _entropy(m(b["x"]), b)
     if not torch.isfinite(losses.sum()) or math.isnan(losses.sum().item()) or losses.detach().numpy().max() > 1e6:
@@ -210,6 +237,7 @@ _CLEAN: dict[str, Body] = {
     "own_array": _own_array,
     "printed": _printed,
     "looked_at": _looked_at,
+    "parts_by_label": _parts_by_label,
     "called_in_a_thread": _called_by_a_thread(torch.exp),
     "guarded": _guarded,
     "hook_that_looks": _hooked(lambda g: print(end=f"{float(g.norm()):.0f}"[:0])),
