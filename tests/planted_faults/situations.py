@@ -39,12 +39,12 @@ FAULTS: Texts = {
         ),
         (
             "A loss in which the index of the hardest sample is an index is accepted.",
-            "                    number, others = x, latest[1]",
-            "                    pass",
+            "            if latest is not None and latest[0] == x and",
+            "            if False and",
             ("outside_hardest_by_its_index", "outside_class_by_its_index"),
         ),
         (
-            "A loss of the samples before the hardest one is accepted.",
+            "A loss of the numbers up to an index of the batch is accepted.",
             "            self._assigned[frame.f_code, variable] = number, others",
             "            pass",
             ("outside_end_by_an_index", "outside_number_of_hard_ones"),

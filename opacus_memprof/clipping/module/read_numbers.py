@@ -153,8 +153,8 @@ class ReadNumbers:
             of_x = [name for name, value in _operands(frame).items() if _integer(value) == x]
             number, others = self._assigned.get((frame.f_code, *of_x), (None, {}))
             if latest is not None and latest[0] == x and latest[2] == frame.f_code:
-                if latest[3] == frame.f_lasti or (not of_x and _is_inside(frame, latest[3])):
-                    number, others = x, latest[1]
+                is_inside = not of_x and _is_inside(frame, latest[3])
+                number, others = (x, latest[1]) if is_inside or latest[3] == frame.f_lasti else (number, others)
             if number is not None and abs(x - number) in (0, 1):
                 own[place] = {i: other + x - number for i, other in others.items()}
         return own

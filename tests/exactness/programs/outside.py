@@ -70,11 +70,10 @@ def _without_the_hardest(losses: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-def _until_the_hardest(losses: torch.Tensor) -> torch.Tensor:
-    weights, end = torch.zeros_like(losses), 0
-    end = int(losses.argmax()) + 1
-    weights[:end] = 1
-    return weights
+def _up_to_a_class(m: Any, b: Batch, train: Train, s: Any) -> None:
+    h = m(b["x"])
+    end = int(h.mean(0)[:3].argmax()) + 1
+    train(_entropy(h, b) + h[:, :end].square().sum(1))
 
 
 def _by_the_number_of_hard_ones(m: Any, b: Batch, train: Train, s: Any) -> None:
@@ -151,7 +150,7 @@ _MIXED: dict[str, Body] = {
     "second_call": _called_again,
     "hook": _mixing_hook,
     "hardest_by_its_index": _scaled(_without_the_hardest),
-    "end_by_an_index": _scaled(_until_the_hardest),
+    "end_by_an_index": _up_to_a_class,
     "number_of_hard_ones": _by_the_number_of_hard_ones,
     "loss_by_its_index": _scaled(lambda losses: losses[losses.argmax()]),
     "mean_of_hard_ones": _scaled(lambda losses: losses[losses > losses.mean()].mean()),
@@ -203,11 +202,12 @@ def _looked_at(m: Any, b: Batch, train: Train, s: Any) -> None:
 
 def _parts_by_label(m: Any, b: Batch, train: Train, s: Any) -> None:
     """Integers of one sample each, and lengths of parts, which are equal to others by chance."""
-    h, ends = m(b["x"]), (b["x"][:, 0] > 0).long() + 1
-    rows = []
-    for n in range(len(h)):
-        end = ends[n].item()
-        rows.append(h[n, :end].mean() - h[n, int(b["y"][n])] + h[n, h[n].argmax()])
+    h, ends = m(b["x"]), (b["x"] > 0).long() + 1
+    rows = [h[n, h[n].argmax()] - h[n, int(b["y"][n])] for n in range(len(h))]
+    for column in range(6):
+        for n in range(len(h)):
+            end = ends[n, column].item()
+            rows[n] = rows[n] + h[n, :end].mean()
     for label in range(4):
         s.numbers.append(len(h[b["y"] == label] * (label + 1)))
     train(torch.stack(rows))
