@@ -39,19 +39,19 @@ FAULTS: Texts = {
         ),
         (
             "A loss in which the index of the hardest sample is an index is accepted.",
-            "            if latest is not None and latest[0] == x and",
-            "            if False and",
+            "            if near is not None and near[0] == x:",
+            "            if False:",
             ("outside_hardest_by_its_index", "outside_class_by_its_index"),
         ),
         (
             "A loss of the numbers up to an index of the batch is accepted.",
-            "            self._assigned[frame.f_code, variable] = number, others",
+            "            self._assigned.setdefault(frame.f_code, {})[variable] = number, others",
             "            pass",
             ("outside_end_by_an_index", "outside_number_of_hard_ones"),
         ),
         (
             "A clean loss is refused: an integer of one sample counts as that of the sample before.",
-            "            self._assigned.pop((frame.f_code, _target(frame)), None)",
+            '            assigned.pop(_target(frame) or "", None)',
             "            pass",
             "outside_parts_by_label",
         ),

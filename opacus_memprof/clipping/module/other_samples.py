@@ -58,6 +58,10 @@ _OF_NUMBERS = ("lift_fresh", "full", "full_like", "fill", "fill_", "scalar_tenso
 """Operations that make a tensor of a number."""
 _OF_RANKS = ("c10d", "_c10d_functional")
 """Namespaces of operations that all ranks call equally often, so that they cannot run again on one of them."""
+_VIEWS = ("select", "slice", "narrow")
+"""Operations that return a part of their first argument's memory."""
+_MOST_OF_A_TABLE = 1 << 20
+"""The bytes of a tensor of which parts are followed whose place depends on the samples."""
 _PRUNED_AFTER = 64
 
 
@@ -357,6 +361,11 @@ class OtherSamples(FollowingMode):
         read = self._numbers_in(name, leaves, depends)
         views = {place: others for place, x in enumerate(leaves) if (others := self.values.take_view(x))}
         integers = {} if self.is_over else self.numbers.integers(name, leaves)
+        is_view = (
+            name in _VIEWS and bool(integers) and has_storage(leaves[0]) and not depends
+        )  # of a tensor that all samples share
+        if is_view and leaves[0].untyped_storage().nbytes() > _MOST_OF_A_TABLE:
+            integers = {}
         if not depends and not read and not integers:
             return None if self.is_over else self._share_all
         if func.namespace in _OF_RANKS:
@@ -367,8 +376,8 @@ class OtherSamples(FollowingMode):
         numbers = {i: self._in_other_plan(leaves, read, i) for i in plans}
         for i in plans:
             numbers[i] |= {at: each[i] for at, each in integers.items() if each.get(i, leaves[at]) != leaves[at]}
-        if integers and has_storage(leaves[0]) and not self.values.depends(leaves[0]):
-            self.values.write(leaves[0], [i for i in plans if numbers[i]])  # a view of it is elsewhere there
+        if is_view:  # it is elsewhere there, and may be written to
+            self.values.write(leaves[0], [i for i in plans if numbers[i]])
         changed = [i for i in plans if numbers[i] or any(self.values.is_changed(x, i) for x in leaves)]
         for leaf in filter(has_values, written_leaves(func, args, kwargs)):
             self.values.write(leaf, changed)

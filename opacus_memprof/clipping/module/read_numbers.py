@@ -38,6 +38,8 @@ _SHARES = [each for i in range(1, 5) for n in (1, 2, 5) for each in (n * 10.0**-
 """The weights that moving averages give a new number."""
 _LATEST = 16
 """The numbers that are looked for in moving averages."""
+_LENGTHS = {"len", "shape", "size", "numel"}
+"""Names by which programs ask for the length of a tensor."""
 _DEPTH, _MOST_SEEN = 4, 20_000
 """How far a program's variables are searched for numbers and tensors that it had before."""
 _CLIPPING = "opacus_memprof.clipping."
@@ -68,7 +70,7 @@ class ReadNumbers:
         self.before: Existing | None = None
         self._others: dict[float, dict[int, float]] = {}
         self._latest: tuple[float, dict[int, float], CodeType, int] | None = None  # with the place in the program
-        self._assigned: dict[Any, tuple[float, dict[int, float]]] = {}  # by the program's code and variable
+        self._assigned: dict[CodeType, dict[str, tuple[float, dict[int, float]]]] = {}  # by variable
         self._own: list[torch.Tensor] = []
         self._arrays: list[tuple[torch.Tensor, dict[int, torch.Tensor]]] = []
 
@@ -83,7 +85,7 @@ class ReadNumbers:
         frame = _program_frame()
         self._latest = None if is_length else (number, others, frame.f_code, frame.f_lasti)
         if (variable := _target(frame)) is not None:
-            self._assigned[frame.f_code, variable] = number, others
+            self._assigned.setdefault(frame.f_code, {})[variable] = number, others
 
     def _note(self, number: float, others: dict[int, float]) -> None:
         """Of the same number of several samples, it is not known whose it is: it counts as the program's own."""
@@ -140,21 +142,26 @@ class ReadNumbers:
             name: the operation.
             args: all of its arguments.
         """
-        own = {}
+        own: dict[int, dict[int, float]] = {}
         latest, self._latest = self._latest, None
+        if not self._assigned and latest is None:
+            return own
+        frame = _program_frame()
+        assigned = self._assigned.get(frame.f_code, {})
         if name == "_local_scalar_dense":  # the variable gets another number, maybe one that depends on no sample
-            frame = _program_frame()
-            self._assigned.pop((frame.f_code, _target(frame)), None)
-        for place in _INTEGERS.get(name, ()):
-            x = args[place] if place < len(args) else None
-            if type(x) is not int:
-                continue
-            frame = _program_frame()
-            of_x = [name for name, value in _operands(frame).items() if _integer(value) == x]
-            number, others = self._assigned.get((frame.f_code, *of_x), (None, {}))
-            if latest is not None and latest[0] == x and latest[2] == frame.f_code:
-                is_inside = not of_x and _is_inside(frame, latest[3])
-                number, others = (x, latest[1]) if is_inside or latest[3] == frame.f_lasti else (number, others)
+            assigned.pop(_target(frame) or "", None)
+        near = latest if latest is not None and latest[2] is frame.f_code else None
+        places = [i for i in _INTEGERS.get(name, ()) if i < len(args) and type(args[i]) is int]
+        values = (
+            {name: _integer(value) for name, value in _operands(frame).items()} if places and (assigned or near) else {}
+        )
+        for place in places:
+            x = args[place]
+            of_x = [name for name, value in values.items() if value == x]
+            number, others = assigned.get(of_x[0], (None, {})) if len(of_x) == 1 else (None, {})
+            if near is not None and near[0] == x:
+                is_inside = not of_x and _is_inside(frame, near[3])
+                number, others = (x, near[1]) if is_inside or near[3] == frame.f_lasti else (number, others)
             if number is not None and abs(x - number) in (0, 1):
                 own[place] = {i: other + x - number for i, other in others.items()}
         return own
@@ -312,6 +319,7 @@ def _target(frame: FrameType) -> str | None:
 def _operands(frame: FrameType) -> dict[str, Any]:
     """Returns the values of the variables and constants in the expression that is evaluated, by their text."""
     found: dict[str, Any] = {}
+    variables = variables_of(frame)
     for each in _instructions(frame.f_code):
         if not each.opname.startswith("LOAD_") or not _is_inside(frame, each.offset):
             continue
@@ -319,23 +327,25 @@ def _operands(frame: FrameType) -> dict[str, Any]:
             if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
                 found[repr(name)] = name
             elif isinstance(name, str):
-                found[name] = frame.f_locals.get(name)
+                found[name] = variables.get(name)
     if found.keys().isdisjoint(_LENGTHS):
         return {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
     return found
 
 
-_LENGTHS = {"len", "shape", "size", "numel"}
-
-
 def _is_inside(frame: FrameType, offset: int) -> bool:
     """Returns whether an instruction is of a part of the expression that is evaluated. Python 3.10 does not tell."""
-    places = {each.offset: getattr(each, "positions", None) for each in _instructions(frame.f_code)}
+    places = _positions(frame.f_code)
     part, whole = places.get(offset), places.get(frame.f_lasti)
     if part is None or whole is None or None in (*part, *whole):
         return False
     start, end = (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
     return bool((whole.lineno, whole.col_offset) <= start and end <= (whole.end_lineno, whole.end_col_offset))
+
+
+@functools.lru_cache(64)
+def _positions(code: CodeType) -> dict[int, Any]:
+    return {each.offset: getattr(each, "positions", None) for each in _instructions(code)}
 
 
 def _integer(value: Any) -> int | None:
