@@ -344,7 +344,9 @@ def test_the_names_of_the_program_are_those_where_it_trains() -> None:
         print(engine.get_epsilon)
 
     train()
-    assert shapes.program == Program("net", "dp_sgd", "batches", expected_samples=4)
+    assert shapes.program == Program(
+        "net", "dp_sgd", "batches", criterion="loss", loss="torch.nn.MSELoss()", expected_samples=4
+    )
     train_in_parts_and_print_epsilon()
     attachment.detach()
     parts = Program(optimizer="sgd", computes_epsilon=True, expected_samples=4, splits_batches=True)
