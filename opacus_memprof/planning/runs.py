@@ -73,7 +73,6 @@ class PlannedRuns:
 
     Attributes:
         kept: number of runs that were in the directory.
-        is_elsewhere: whether an executor runs them.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class PlannedRuns:
         self.workers = workers
         self._on_end = on_end
         self._executor = executor
-        self.is_elsewhere = executor is not None
         self._journal = Journal(directory / PLANNED_RUNS)
         self._known = self._read_known()
         self.kept = len(self._known)
@@ -97,6 +95,11 @@ class PlannedRuns:
         self._threads = max(1, len(os.sched_getaffinity(0)) // workers)
         self._forked: dict[frozenset[tuple[str, str]], ForkedRuns] = {}  # by environment
         self._starting = Lock()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether an executor runs the programs."""
+        return self._executor is not None
 
     def all(self, configurations: Sequence[PlannedConfiguration]) -> list[VirtualRun]:
         """Runs configurations, several at once. Returns the runs in the order of the configurations."""
@@ -195,8 +198,10 @@ class PendingRuns(Generic[Key]):
         for (key, configuration), job in self._jobs.as_completed():
             try:
                 run = job.result()
+            except MemprofError:
+                raise
             except Exception as error:
-                if isinstance(error, MemprofError) or not self._runs.is_elsewhere:
+                if not self._runs.is_elsewhere:
                     raise
                 reason = (str(error).splitlines() or [""])[0].rstrip(".")
                 raise MemprofError(

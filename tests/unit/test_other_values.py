@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tensors are in batches with some other samples."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -50,3 +51,16 @@ def test_what_is_written_in_place_has_memory_of_its_own() -> None:
     assert values.is_changed(x, 0)
     assert not values.is_changed(x, 1)
     assert float(x.sum()) == 0
+
+
+def test_what_gone_tensors_were_in_other_shapes_and_places_is_freed() -> None:
+    values = OtherValues(batch=4, size=0)
+    x, longer = torch.ones(2), torch.ones(3)
+    values.add_output(x, {0: longer})
+    values.set_view(x[1], {0: longer[2]})
+    assert values.in_plan(x, 0) is longer
+    gone = weakref.ref(longer)
+    del x, longer
+    values.prune()
+    assert gone() is None
+    assert not values.take_view(torch.ones(2)[1])

@@ -386,7 +386,7 @@ class OtherSamples(FollowingMode):
         structure = tree_flatten((args, kwargs))[1]
         inputs = {i: [self.values.in_plan(x, i) for x in leaves] for i in changed}
         is_elsewhere = integers or views or any(map(self.values.has_other_shape, leaves))
-        for i in changed:
+        for i in changed if read or integers or views else ():
             given = {**numbers[i], **{place: others[i] for place, others in views.items() if i in others}}
             inputs[i] = [given.get(place, x) for place, x in enumerate(inputs[i])]
 
@@ -399,6 +399,8 @@ class OtherSamples(FollowingMode):
             elif is_elsewhere and has_storage(output) and self.values.depends(output) and output is not leaves[0]:
                 self.values.set_view(output, others)
             else:
+                for x in leaves_of(output):
+                    self.values.take_view(x)  # the program has made a view there itself
                 self._set_outputs(name, output, others)
                 self._note_rounding(output, leaves)
 

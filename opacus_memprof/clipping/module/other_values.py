@@ -176,7 +176,6 @@ class OtherValues:
         key = key_of(x)
         if key not in self._others:  # another tensor may have been there
             self._perturbed.pop(key, None)
-            self._of_other_shape.pop(key, None)
             self._given.discard(key)
             self._labels.discard(key)
         self._others[key] = reference_to(x), storages
@@ -185,6 +184,9 @@ class OtherValues:
         """Forgets tensors that are gone."""
         others = self._others.copy()  # garbage collection may end a model's mode meanwhile, which clears it
         self._others = {key: each for key, each in others.items() if not each[0].expired()}
+        if self._views or self._of_other_shape:
+            self._views = {place: each for place, each in self._views.items() if place[0] in self._others}
+            self._of_other_shape = {key: each for key, each in self._of_other_shape.items() if key in self._others}
 
     def is_empty(self) -> bool:
         """Returns whether nothing depends on the samples."""
